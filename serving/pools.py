@@ -1,0 +1,60 @@
+"""The workers as the gateway sees them: who they are, how loaded, and one stream per submission.
+
+It knows nothing about how tokens travel: ``serving.channel`` does, and tests script them.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtransfer.core.handle import KVHandle
+from workers.core.output import Load, Output
+from workers.core.request import Request
+
+MIXED, PREFILL, DECODE = "mixed", "prefill", "decode"
+
+
+class WorkerLost(Exception):
+    """The worker died, froze, or its channel broke: what ran there has to start again elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One attached worker, as last reported."""
+
+    id: str
+    role: str  # MIXED, PREFILL or DECODE: what it prefers to do now
+    load: Load
+    num_pages: int
+    page_size: int  # tokens per page
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request together with what has already happened to it."""
+
+    request: Request
+    output: tuple[int, ...] = ()  # tokens already delivered to the client
+    hand_off: bool = False  # stop after the next token and lease the pages
+    handle: KVHandle | None = None  # where the KV of prompt + output is leased
+
+
+class Pools(Protocol):
+    """Every method is called on the gateway's event loop."""
+
+    def workers(self) -> Sequence[WorkerView]:
+        """The workers attached now, with their newest load."""
+        ...
+
+    def submit(self, worker_id: str, submission: Submission) -> AsyncIterator[Output]:
+        """Outputs until the one that is last.
+
+        Raises WorkerLost when the worker is not attached or stops being so. Closing the iterator
+        early only stops listening: the caller also says ``abort``.
+        """
+        ...
+
+    def abort(self, worker_id: str, request_id: str) -> None:
+        """Fire and forget, idempotent, never raises; also lets go of a lease held under the id."""
+        ...
