@@ -1,0 +1,38 @@
+"""How a worker brings another worker's pages into its own pool."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvtransfer.core.handle import KVHandle
+
+
+class TransferError(Exception):
+    """The pages did not arrive intact. The receiver recomputes what it was promised."""
+
+
+class Transport(Protocol):
+    """One per worker process. Any thread may call it; the step loop never does."""
+
+    def fetch(self, handle: KVHandle, pages: Sequence[int], timeout_s: float) -> None:
+        """Fill ``pages`` of this worker's pool with the pages that ``handle`` names.
+
+        Blocks until the bytes are in place and checked, then lets the source release its lease.
+        Raises TransferError within ``timeout_s`` otherwise; afterwards nothing writes to
+        ``pages`` any more, whatever the source still does.
+        """
+        ...
+
+    def renew(self, handle: KVHandle) -> bool:
+        """Keep the lease alive while the handle waits for room here. Blocks for a round trip.
+
+        False when the source does not confirm it: gone, restarted, or the lease has ended.
+        """
+        ...
+
+    def release(self, handle: KVHandle) -> None:
+        """Tell the source that nobody will fetch this handle. Idempotent, never raises."""
+        ...
+
+    def close(self) -> None:
+        """Drop every connection. Pending fetches raise TransferError."""
+        ...

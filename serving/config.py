@@ -1,0 +1,201 @@
+"""What an operator may choose: one YAML file and the flags over it, read once and then frozen.
+
+It knows names, limits and units. It refuses to look at the machine: whatever depends on the
+device (``auto``, ``None``) is found out by the process that owns the device.
+"""
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+
+Policy = Literal["chunked", "splitfuse", "prefill-first", "static"]
+Dtype = Literal["auto", "float32", "bfloat16"]
+Role = Literal["mixed", "prefill", "decode"]
+ROLES: tuple[Role, ...] = typing.get_args(Role)
+
+T = TypeVar("T")
+
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "h": 3600.0}
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names its key and the value."""
+
+
+def seconds(value: str | float, key: str = "duration") -> float:
+    """``"100ms"``, ``"2s"``, ``"1.5m"`` or a plain number of seconds."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|)\s*", str(value))
+    if isinstance(value, bool) or match is None:
+        raise ConfigError(f"{key}: {value!r} is not a duration such as 2s or 100ms")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+@dataclass(frozen=True, slots=True)
+class SloConfig:
+    """Promised to requests that do not bring their own."""
+
+    ttft: str | float = "2s"
+    itl: str | float = "100ms"
+
+    @property
+    def ttft_s(self) -> float:
+        return seconds(self.ttft, "slo.ttft")
+
+    @property
+    def itl_s(self) -> float:
+        return seconds(self.itl, "slo.itl")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Every setting of a deployment. ``None`` means: found out where it is used."""
+
+    # the model
+    model: str = ""  # folder, .gguf file or Hugging Face id; empty: the demo model
+    served_model_name: str = ""  # empty: the model's own name
+    dtype: Dtype = "auto"  # bfloat16 where the device computes in it, float32 elsewhere
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_model_len: int | None = None  # None: what the model was made for
+    # the pools: how many workers start in each role
+    mixed: int = 1
+    prefill: int = 1
+    decode: int = 0
+    threads: int | None = None  # of one worker on a CPU; None: the cores, shared evenly
+    # one worker
+    policy: Policy = "chunked"
+    max_num_batched_tokens: int | None = None  # per step; None: 64 on a CPU, 2048 on CUDA
+    max_num_seqs: int = 64
+    page_size: int | None = None  # tokens; None: 16 on a CPU, 256 on CUDA (flash-attn's unit)
+    num_pages: int | None = None  # None: by free memory
+    # the front door
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 9000
+    max_queue: int = 256  # requests waiting for one worker before new ones are refused
+    max_body_bytes: int = 32 << 20
+    slo: SloConfig = field(default_factory=SloConfig)
+    # what may go wrong
+    lease_s: float = 30.0  # pages handed off are kept this long for a receiver that is silent
+    transfer_timeout_s: float = 5.0
+    stall_timeout_s: float = 60.0  # a worker without progress for this long counts as lost
+    drain_s: float = 60.0  # how long a worker that is being stopped may finish its streams
+    # elsewhere
+    state: str = "memory"
+    debug: bool = False  # page ledgers and pinned workers for tests
+
+    def __post_init__(self) -> None:
+        for key, (low, high) in _LIMITS.items():
+            value = getattr(self, key)
+            if value is not None and not low <= value <= high:
+                raise ConfigError(f"{key}: {value} is not between {low} and {high}")
+        if self.num_workers == 0:
+            raise ConfigError("mixed, prefill, decode: at least one worker is needed")
+        if self.http_port == self.grpc_port != 0:
+            raise ConfigError(f"grpc_port: {self.grpc_port} is the HTTP port already")
+        if self.state != "memory":
+            raise ConfigError(f"state: {self.state!r} is not offered here; use memory")
+        if self.slo.ttft_s <= 0 or self.slo.itl_s <= 0:
+            raise ConfigError(f"slo: {self.slo.ttft!r} and {self.slo.itl!r} must be above zero")
+
+    @property
+    def num_workers(self) -> int:
+        return self.mixed + self.prefill + self.decode
+
+    def count(self, role: Role) -> int:
+        """How many workers start in ``role``."""
+        return {"mixed": self.mixed, "prefill": self.prefill, "decode": self.decode}[role]
+
+
+_LIMITS: dict[str, tuple[float, float]] = {
+    "max_model_len": (1, 1 << 24),
+    "mixed": (0, 1024),
+    "prefill": (0, 1024),
+    "decode": (0, 1024),
+    "threads": (1, 1024),
+    "max_num_batched_tokens": (1, 1 << 20),
+    "max_num_seqs": (1, 1 << 16),
+    "page_size": (1, 4096),
+    "num_pages": (1, 1 << 30),
+    "http_port": (0, 65535),
+    "grpc_port": (0, 65535),
+    "max_queue": (1, 1 << 20),
+    "max_body_bytes": (1024, 1 << 31),
+    "lease_s": (0.1, 86400),
+    "transfer_timeout_s": (0.1, 3600),
+    "stall_timeout_s": (0.5, 86400),
+    "drain_s": (0, 86400),
+}
+
+
+def load_config(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """The YAML file at ``path`` with ``overrides`` on top; an override of ``None`` is none.
+
+    Overrides of a nested key are written with a dot: ``{"slo.ttft": "2s"}``.
+    """
+    values = _read(path) if path is not None else {}
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            section, _, leaf = key.rpartition(".")
+            target = values.setdefault(section, {}) if section else values
+            if not isinstance(target, dict):
+                raise ConfigError(f"{section}: {target!r} is not a mapping")
+            target[leaf] = value
+    return _build(Config, values, "")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path}: {' '.join(str(error).split())}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"config file {path}: a mapping of keys to values is expected")
+    return values
+
+
+def _build(kind: type[T], values: Mapping[str, Any], prefix: str) -> T:
+    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(kind)
+    checked: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if name not in fields:
+            near = difflib.get_close_matches(str(name), fields, n=1)
+            hint = f"; did you mean {prefix}{near[0]}?" if near else ""
+            raise ConfigError(f"{key}: no such key{hint}")
+        if dataclasses.is_dataclass(hints[name]):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{key}: {value!r} is not a mapping")
+            checked[name] = _build(hints[name], value, f"{key}.")
+        else:
+            checked[name] = _check(key, value, hints[name])
+    return kind(**checked)
+
+
+def _check(key: str, value: Any, hint: Any) -> Any:
+    """``value`` as ``hint`` allows it: a whole number may stand for a float, a bool never."""
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        allowed = typing.get_args(hint)
+        if value not in allowed:
+            raise ConfigError(f"{key}: {value!r} is not one of {', '.join(allowed)}")
+        return value
+    choices = typing.get_args(hint) if origin in (types.UnionType, typing.Union) else (hint,)
+    if float in choices and type(value) is int:
+        return float(value)
+    if type(value) in choices or (value is None and type(None) in choices):
+        return value
+    names = " or ".join(c.__name__ for c in choices if c is not type(None))
+    raise ConfigError(f"{key}: {value!r} is not of type {names}")

@@ -1,0 +1,120 @@
+"""A request as the client sent it, and the sequence a worker makes of it."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvtransfer.core.handle import KVHandle
+
+
+@dataclass(frozen=True, slots=True)
+class SLO:
+    """What the client was promised: time to first token, and every gap between tokens after it."""
+
+    ttft_s: float = 2.0
+    itl_s: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen and when a sequence ends, in token ids only."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0  # stop_ids cannot be sampled before this many
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    seed: int = 0  # the front door draws one when the client gives none
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_ids: frozenset[int] = frozenset()  # with the model's end tokens unless ignored
+    logprobs: int | None = None  # alternatives reported with each token; 0: the chosen one only
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Never changes after admission."""
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling = Sampling()
+    slo: SLO = SLO()
+    arrived_at: float = 0.0  # on this process's clock
+    priority: int = 0  # lower is served first, as in vLLM
+
+    @property
+    def max_tokens_total(self) -> int:
+        """Tokens whose KV the sequence can ever need: the last one sampled is never computed."""
+        return len(self.prompt) + self.sampling.max_tokens - 1
+
+
+class Phase(Enum):
+    """Where a sequence is in its life; NEXT below is the whole life."""
+
+    WAITING = "waiting"  # no pages
+    FETCHING = "fetching"  # pages reserved, KV on its way from another worker
+    PREFILL = "prefill"  # part of prompt (+ output, after a preemption) computed
+    DECODE = "decode"  # all but the last token computed
+    HANDED_OFF = "handed off"  # pages now belong to a lease
+    DONE = "done"
+
+
+NEXT: dict[Phase, frozenset[Phase]] = {
+    Phase.WAITING: frozenset({Phase.PREFILL, Phase.FETCHING, Phase.DONE}),
+    Phase.FETCHING: frozenset({Phase.DECODE, Phase.WAITING, Phase.DONE}),
+    Phase.PREFILL: frozenset({Phase.DECODE, Phase.HANDED_OFF, Phase.WAITING, Phase.DONE}),
+    Phase.DECODE: frozenset({Phase.HANDED_OFF, Phase.WAITING, Phase.DONE}),
+    Phase.HANDED_OFF: frozenset(),
+    Phase.DONE: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request on one worker. The scheduler alone changes it."""
+
+    request: Request
+    hand_off: bool = False  # stop after the next token and lease the pages
+    handle: KVHandle | None = None  # where the KV of the tokens so far already is
+    output: list[int] = field(default_factory=list)
+    phase: Phase = Phase.WAITING
+    num_computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    num_preemptions: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt) + len(self.output)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens known but not computed: 1 for a running decode."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the last token ends the sequence; None when it does not."""
+        sampling = self.request.sampling
+        if not self.output:
+            return None
+        if self.output[-1] in sampling.stop_ids:
+            return "stop"
+        return "length" if len(self.output) >= sampling.max_tokens else None
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Ids of positions [start, stop) of prompt + output."""
+        prompt = self.request.prompt
+        if stop <= len(prompt):
+            return list(prompt[start:stop])
+        head = list(prompt[start:]) if start < len(prompt) else []
+        return head + self.output[max(0, start - len(prompt)) : stop - len(prompt)]
+
+    def move_to(self, phase: Phase) -> None:
+        assert phase in NEXT[self.phase], f"{self.id}: {self.phase.name} -> {phase.name}"
+        self.phase = phase
