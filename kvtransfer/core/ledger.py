@@ -15,7 +15,6 @@ from dataclasses import dataclass
 @dataclass(slots=True)
 class _Lease:
     pages: tuple[int, ...]
-    num_tokens: int
     expires_at: float
     num_sends: int = 0
 
@@ -33,10 +32,11 @@ class LeaseLedger:
     def grant(self, request_id: str, pages: list[int], num_tokens: int, now: float) -> None:
         """Take over ``pages``. An older lease under the same id is released: nobody asks for it."""
         self.release(request_id)
+        assert num_tokens > 0, f"{request_id}: nothing computed"
         assert pages and len(set(pages)) == len(pages), f"{request_id}: pages {pages}"
         assert self._taken.isdisjoint(pages), f"{request_id}: a page is leased already: {pages}"
         self._taken.update(pages)
-        self._leases[request_id] = _Lease(tuple(pages), num_tokens, now + self.lease_s)
+        self._leases[request_id] = _Lease(tuple(pages), now + self.lease_s)
 
     def renew(self, request_id: str, now: float) -> bool:
         """Start the lease's time again. False when there is no such lease any more."""
@@ -62,7 +62,9 @@ class LeaseLedger:
             lease.num_sends -= 1
             lease.expires_at = now + self.lease_s
             return
-        entry = next(e for e in self._closing if e[0] == request_id and e[1].pages == pages)
+        closing = [e for e in self._closing if e[0] == request_id and e[1].pages == pages]
+        assert closing, f"{request_id}: end_send without begin_send"
+        entry = closing[0]
         entry[1].num_sends -= 1
         if entry[1].num_sends == 0:
             self._closing.remove(entry)
