@@ -63,7 +63,7 @@ class Phase(Enum):
 
 NEXT: dict[Phase, frozenset[Phase]] = {
     Phase.WAITING: frozenset({Phase.PREFILL, Phase.FETCHING, Phase.DONE}),
-    Phase.FETCHING: frozenset({Phase.DECODE, Phase.WAITING, Phase.DONE}),
+    Phase.FETCHING: frozenset({Phase.PREFILL, Phase.DECODE, Phase.WAITING, Phase.DONE}),
     Phase.PREFILL: frozenset({Phase.DECODE, Phase.HANDED_OFF, Phase.WAITING, Phase.DONE}),
     Phase.DECODE: frozenset({Phase.HANDED_OFF, Phase.WAITING, Phase.DONE}),
     Phase.HANDED_OFF: frozenset(),

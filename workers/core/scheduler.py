@@ -53,6 +53,8 @@ class Scheduler:
         """Queue a sequence. Raises DoesNotFit, or ValueError for an id that is in use."""
         if seq.id in self._by_id or seq.id in self._fetching:
             raise ValueError(f"request id {seq.id!r} is in use")
+        if seq.handle is not None and not 0 < seq.handle.num_tokens < seq.num_tokens:
+            raise ValueError(f"{seq.handle.num_tokens=} is not within {seq.num_tokens=}")
         if seq.num_tokens > self.pool.max_tokens:
             raise DoesNotFit(
                 f"{seq.num_tokens} tokens do not fit the KV pool of {self.pool.max_tokens} tokens "
@@ -120,16 +122,16 @@ class Scheduler:
         return advances
 
     def fetch_ended(self, seq: Sequence, landed: bool) -> bool:
-        """A transfer into the reserved pages is over. Landed: decode from here. Failed: compute
-        the tokens again. False when the sequence was aborted meanwhile."""
+        """A transfer into the reserved pages is over. Landed: go on from the tokens it brought.
+        Failed: compute them all again. False when the sequence was aborted meanwhile."""
         del self._fetching[seq.id]
         if seq.phase is Phase.DONE:
             self.pool.release(seq)
             return False
         assert seq.handle is not None, "only a sequence with a handle is fetched"
         if landed:
-            seq.num_computed = seq.handle.num_tokens
-            seq.move_to(Phase.DECODE)
+            seq.num_computed, seq.handle = seq.handle.num_tokens, None
+            seq.move_to(Phase.DECODE if seq.num_pending == 1 else Phase.PREFILL)
             self._join(seq)
         else:
             self.pool.release(seq)
@@ -160,6 +162,8 @@ class Scheduler:
 
     def _decodes(self, max_decodes: int) -> list[Sequence]:
         """The decodes of this step; when not all fit the budget, those that waited longest."""
+        if max_decodes == 0:
+            return []
         decodes = [seq for seq in self.running if seq.phase is Phase.DECODE]
         if len(decodes) <= max_decodes:
             self._last_step.clear()
@@ -267,8 +271,6 @@ class Scheduler:
 
     def _join(self, seq: Sequence) -> None:
         """Keep ``running`` sorted by importance; nearly always an append."""
-        if not seq.pages or seq.phase is Phase.PREFILL:
-            self.pool.grow(seq, seq.num_tokens)
         rank, at = self._rank[seq.id], len(self.running)
         while at and self._rank[self.running[at - 1].id] > rank:
             at -= 1

@@ -1,0 +1,350 @@
+"""The step loop of one worker, on its own thread: plan, run, commit, emit.
+
+The engine knows nothing about text, sockets or Ray. Everything that reaches it from another
+thread goes through its inbox and takes effect between two steps, so the scheduler needs no lock.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtransfer.core.handle import KVHandle, KVLayout
+from kvtransfer.leases import Leases
+from kvtransfer.transport import TransferError, Transport
+from workers.core.output import KVLedger, Load, Output, Report, Timing, Token
+from workers.core.plan import Chunk, StepPlan
+from workers.core.request import Phase, Sequence
+from workers.core.scheduler import Advance, DoesNotFit, Scheduler
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 0.25  # how long an idle loop sleeps before it sweeps leases
+MAX_FAILED_STEPS = 3  # in a row; then the worker says it is not healthy
+
+
+class Executor(Protocol):
+    """Computes chunks: the model runner, or the FAKE model of the tests."""
+
+    vocab_size: int
+
+    def run(self, chunks: tuple[Chunk, ...]) -> dict[str, Token]:
+        """Compute the chunks; the next token of each sequence whose chunk samples."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """The sequence has left this worker: drop what is kept for it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """How other workers address this one's pages."""
+
+    address: str  # "host:port" of the control server
+    incarnation: str
+    layout: KVLayout
+
+
+@dataclass(slots=True)
+class Clocked:
+    """When one sequence passed each milestone here; 0.0 is not yet."""
+
+    submitted: float
+    planned: float = 0.0
+    fetched: float = 0.0
+    first_token: float = 0.0
+    fallback: str | None = None
+
+    def timing(self, seq: Sequence, now: float) -> Timing:
+        started = self.planned or now
+        computing = max(started, self.fetched)
+        return Timing(
+            queue_s=started - self.submitted,
+            prefill_s=0.0 if self.fetched else (self.first_token or now) - computing,
+            transfer_s=self.fetched - started if self.fetched else 0.0,
+            num_preemptions=seq.num_preemptions,
+        )
+
+
+class Engine:
+    """Runs sequences on one executor. ``emit`` is called on the engine's thread, once per step
+    that has something to tell, and when the load changes without a step."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        leases: Leases,
+        transport: Transport | None,
+        source: Source,
+        *,
+        emit: Callable[[Report], None],
+        clock: Callable[[], float] = time.monotonic,
+        transfer_timeout_s: float = 5.0,
+    ) -> None:
+        self._executor, self._scheduler, self._leases = executor, scheduler, leases
+        self._transport, self._source, self._emit, self._clock = transport, source, emit, clock
+        self._transfer_timeout_s = transfer_timeout_s
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._clocks: dict[str, Clocked] = {}
+        self._outputs: list[Output] = []
+        self._fetchers = ThreadPoolExecutor(4, thread_name_prefix="kv-fetch")
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._stopping = False
+        self._renew_at = 0.0
+        leases.on_free = self._wake
+        self._steps, self._step_s, self._failed_steps = 0, 0.0, 0
+        self._prompt_tokens, self._output_tokens = 0, 0
+        self._load = Load(num_pages=scheduler.pool.num_pages, free_pages=scheduler.pool.num_free)
+
+    # ------------------------------------------------------------------ any thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the loop after the running step. What has not finished gets an abort."""
+        self._inbox.put(self._stop)
+        self._thread.join(timeout_s)
+        self._fetchers.shutdown(wait=False, cancel_futures=True)
+        if self._transport is not None:
+            self._transport.close()
+
+    def submit(self, seq: Sequence) -> None:
+        """Queue a sequence; whatever becomes of it is an Output."""
+        now = self._clock()
+        self._inbox.put(lambda: self._submit(seq, now))
+
+    def abort(self, request_id: str) -> None:
+        """End a request in whatever phase, and let go of a lease under its id. Idempotent."""
+        self._inbox.put(lambda: self._abort(request_id))
+
+    def hand_off(self, request_id: str) -> None:
+        """Let a running request leave with its pages after its next token. Idempotent."""
+        self._inbox.put(lambda: self._hand_off(request_id))
+
+    def load(self) -> Load:
+        """As of the last step."""
+        return self._load
+
+    @property
+    def is_healthy(self) -> bool:
+        return self._thread.is_alive() and self._failed_steps < MAX_FAILED_STEPS
+
+    def ledger(self, timeout_s: float = 5.0) -> KVLedger:
+        """Who holds each page, between two steps."""
+        answer: queue.SimpleQueue[KVLedger] = queue.SimpleQueue()
+        self._inbox.put(lambda: answer.put(self._take_stock()))
+        return answer.get(timeout=timeout_s)
+
+    # ------------------------------------------------------------------ the loop
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._read_inbox()
+            self._sweep_leases()
+            self._renew_leases()
+            plan = self._scheduler.plan()
+            self._note_planned(plan)
+            for seq in plan.fetches:
+                self._fetchers.submit(self._fetch, seq)
+            if plan.chunks:
+                self._step(plan)
+            self._report(stepped=bool(plan.chunks))
+            if not plan:
+                self._wait()
+        for request_id in list(self._clocks):
+            self._abort(request_id)
+        self._report(stepped=False)
+
+    def _step(self, plan: StepPlan) -> None:
+        start = self._clock()
+        try:
+            tokens = self._executor.run(plan.chunks)
+        except Exception as error:  # whatever it is, it ends these requests and not the worker
+            logger.exception("step %d failed; its requests end with an error", self._steps)
+            self._failed_steps += 1
+            for chunk in plan.chunks:
+                self._fail(chunk.seq, f"the model step failed: {type(error).__name__}")
+            return
+        self._failed_steps = 0
+        self._prompt_tokens += sum(c.length for c in plan.chunks if not c.is_decode)
+        self._drop_bad_tokens(plan, tokens)
+        advances = self._scheduler.commit(plan, {id: token.id for id, token in tokens.items()})
+        now = self._clock()
+        self._steps, self._step_s = self._steps + 1, now - start
+        self._output_tokens += len(advances)
+        for advance in advances:
+            self._outputs.append(self._advanced(advance, tokens[advance.seq.id], now))
+
+    def _drop_bad_tokens(self, plan: StepPlan, tokens: dict[str, Token]) -> None:
+        """An id outside the vocabulary would take the whole batch down at the next step."""
+        for chunk in plan.chunks:
+            token = tokens.get(chunk.seq.id)
+            if token is not None and not 0 <= token.id < self._executor.vocab_size:
+                self._fail(chunk.seq, f"sampled token id {token.id} is outside the vocabulary")
+
+    def _advanced(self, advance: Advance, token: Token, now: float) -> Output:
+        seq, clocked = advance.seq, self._clocks[advance.seq.id]
+        is_first = not clocked.first_token
+        clocked.first_token = clocked.first_token or now
+        fallback, clocked.fallback = clocked.fallback, None
+        handle = None
+        if advance.handed_off is not None:
+            handle = self._lease(seq, advance.handed_off)
+        ended = advance.finish_reason is not None or handle is not None
+        output = Output(
+            seq.id,
+            token,
+            advance.finish_reason,
+            handle,
+            fallback=fallback,
+            timing=clocked.timing(seq, now) if is_first or ended else None,
+        )
+        if ended:
+            self._forget(seq.id)
+        return output
+
+    def _lease(self, seq: Sequence, pages: list[int]) -> KVHandle:
+        self._leases.grant(seq.id, pages, seq.num_computed)
+        source = self._source
+        return KVHandle(
+            seq.id, source.address, source.incarnation, seq.num_computed, len(pages), source.layout
+        )
+
+    def _note_planned(self, plan: StepPlan) -> None:
+        now = self._clock()
+        for seq in (*plan.fetches, *(chunk.seq for chunk in plan.chunks)):
+            clocked = self._clocks[seq.id]
+            clocked.planned = clocked.planned or now
+
+    # ------------------------------------------------------------------ the inbox
+
+    def _read_inbox(self) -> None:
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _wait(self) -> None:
+        try:
+            self._inbox.get(timeout=IDLE_S)()
+        except queue.Empty:
+            return
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _wake(self) -> None:
+        self._inbox.put(lambda: None)
+
+    def _submit(self, seq: Sequence, now: float) -> None:
+        try:
+            self._scheduler.submit(seq)
+        except (DoesNotFit, ValueError) as error:
+            self._outputs.append(Output(seq.id, finish_reason="error", error=str(error)))
+            self._release_handle(seq)
+            return
+        self._clocks[seq.id] = Clocked(now)
+
+    def _abort(self, request_id: str) -> None:
+        seq = self._scheduler.abort(request_id)
+        self._leases.release(request_id)
+        if seq is not None:
+            self._outputs.append(Output(request_id, finish_reason="abort"))
+            self._forget(request_id)
+            self._release_handle(seq)
+
+    def _hand_off(self, request_id: str) -> None:
+        self._scheduler.hand_off(request_id)
+
+    def _fail(self, seq: Sequence, reason: str) -> None:
+        if self._scheduler.abort(seq.id) is not None:
+            self._outputs.append(Output(seq.id, finish_reason="error", error=reason))
+            self._forget(seq.id)
+
+    def _forget(self, request_id: str) -> None:
+        self._clocks.pop(request_id, None)
+        self._executor.forget(request_id)
+
+    # ------------------------------------------------------------------ transfers
+
+    def _fetch(self, seq: Sequence) -> None:
+        """On a fetcher's thread: bring the pages, then tell the loop."""
+        assert seq.handle is not None, "only a sequence with a handle is fetched"
+        failure: str | None = None
+        try:
+            if self._transport is None:
+                raise TransferError("this worker has no transport")
+            pages = seq.pages[: seq.handle.num_pages]
+            self._transport.fetch(seq.handle, pages, self._transfer_timeout_s)
+        except Exception as error:  # any failure becomes a recompute, never a lost request
+            failure = f"{type(error).__name__}: {error}"
+        self._inbox.put(lambda: self._fetch_ended(seq, failure))
+
+    def _fetch_ended(self, seq: Sequence, failure: str | None) -> None:
+        if failure is not None:
+            logger.warning("%s: KV is recomputed here, the transfer failed: %s", seq.id, failure)
+            self._release_handle(seq)
+        if self._scheduler.fetch_ended(seq, landed=failure is None):
+            clocked = self._clocks[seq.id]
+            clocked.fallback = failure
+            clocked.fetched = 0.0 if failure else self._clock()
+
+    def _release_handle(self, seq: Sequence) -> None:
+        """Tell the source, off the loop, that nobody will fetch."""
+        if seq.handle is not None and self._transport is not None:
+            self._fetchers.submit(self._transport.release, seq.handle)
+
+    def _renew_leases(self) -> None:
+        """Keep the leases alive of the sequences that wait here for room."""
+        now = self._clock()
+        if self._transport is None or now < self._renew_at:
+            return
+        self._renew_at = now + self._leases.lease_s / 4
+        for seq in self._scheduler.waiting():
+            if seq.handle is not None:
+                self._fetchers.submit(self._transport.renew, seq.handle)
+
+    def _sweep_leases(self) -> None:
+        for request_id in self._leases.expire():
+            logger.warning("%s: lease expired, its pages are free again", request_id)
+        self._scheduler.pool.take_back(self._leases.take_free())
+
+    # ------------------------------------------------------------------ telling
+
+    def _report(self, stepped: bool) -> None:
+        load = self._measure()
+        changed = load != self._load
+        self._load = load
+        if self._outputs or stepped or changed:
+            outputs, self._outputs = tuple(self._outputs), []
+            self._emit(Report(outputs, load))
+
+    def _measure(self) -> Load:
+        scheduler = self._scheduler
+        decodes = [seq for seq in scheduler.running if seq.phase is Phase.DECODE]
+        prefills = [seq for seq in scheduler.running if seq.phase is Phase.PREFILL]
+        return Load(
+            waiting_seqs=scheduler.num_waiting,
+            running_seqs=len(scheduler.running),
+            decode_seqs=len(decodes),
+            queued_tokens=scheduler.waiting_tokens + sum(seq.num_pending for seq in prefills),
+            context_tokens=sum(seq.num_computed for seq in decodes),
+            free_pages=scheduler.pool.num_free,
+            num_pages=scheduler.pool.num_pages,
+            leased_pages=sum(self._leases.held().values()),
+            step=self._steps,
+            step_s=self._step_s,
+            num_preemptions=scheduler.num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._output_tokens,
+        )
+
+    def _take_stock(self) -> KVLedger:
+        self._sweep_leases()
+        pool = self._scheduler.pool
+        return KVLedger(pool.num_pages, pool.num_free, self._scheduler.owned(), self._leases.held())
