@@ -1,0 +1,82 @@
+"""A scheduler under FAKE tokens and no clock: each step computes its plan at once."""
+
+from dataclasses import dataclass, field
+
+from kvtransfer.core.handle import KVHandle, KVLayout
+from workers.core.pages import PagePool
+from workers.core.plan import StepPlan
+from workers.core.policy import Limits
+from workers.core.request import Request, Sampling, Sequence
+from workers.core.scheduler import Advance, Scheduler
+
+LAYOUT = KVLayout("t0", num_layers=2, num_kv_heads=2, head_dim=16, page_size=16, dtype="float32")
+
+
+def request(
+    name: str, num_prompt: int, max_tokens: int = 8, *, priority: int = 0, arrived_at: float = 0.0
+) -> Request:
+    prompt = tuple(1 + (i % 97) for i in range(num_prompt))
+    return Request(
+        name, prompt, Sampling(max_tokens), arrived_at=arrived_at, priority=priority
+    )
+
+
+def handle(name: str, num_tokens: int) -> KVHandle:
+    num_pages = -(-num_tokens // LAYOUT.page_size)
+    return KVHandle(name, "p0:1", "i0", num_tokens, num_pages, LAYOUT)
+
+
+@dataclass
+class Stepper:
+    """Plans, "computes" and commits; remembers which step gave each token."""
+
+    limits: Limits = Limits()
+    num_pages: int = 64
+    page_size: int = 16
+    step: int = 0
+    token_steps: dict[str, list[int]] = field(default_factory=dict)
+    ended: dict[str, str] = field(default_factory=dict)  # request id -> finish reason
+
+    def __post_init__(self) -> None:
+        self.pool = PagePool(self.num_pages, self.page_size)
+        self.scheduler = Scheduler(self.limits, self.pool)
+
+    def submit(self, req: Request, **kwargs: object) -> Sequence:
+        seq = Sequence(req, **kwargs)  # type: ignore[arg-type]
+        self.scheduler.submit(seq)
+        return seq
+
+    def run_step(self) -> tuple[StepPlan, list[Advance]]:
+        self.step += 1
+        plan = self.scheduler.plan()
+        self.check(plan)
+        sampled = {c.seq.id: len(c.seq.output) + 7 for c in plan.chunks if c.samples}
+        advances = self.scheduler.commit(plan, sampled)
+        for advance in advances:
+            self.token_steps.setdefault(advance.seq.id, []).append(self.step)
+            if advance.finish_reason:
+                self.ended[advance.seq.id] = advance.finish_reason
+        return plan, advances
+
+    def run(self, max_steps: int = 100_000) -> int:
+        """Step until nothing is left; returns the number of steps."""
+        start = self.step
+        while len(self.scheduler):
+            assert self.step - start < max_steps, "stuck"
+            self.run_step()
+        return self.step - start
+
+    def check(self, plan: StepPlan) -> None:
+        """Invariants of every plan."""
+        held = [page for seq in self.scheduler.running for page in seq.pages]
+        assert len(held) == len(set(held))
+        assert len({c.seq.id for c in plan.chunks}) == len(plan.chunks)
+        kinds = [c.is_decode for c in plan.chunks]
+        assert kinds == sorted(kinds, reverse=True), "decodes come first"
+        for seq, start, length in plan.chunks:
+            assert start == seq.num_computed and 0 < length <= seq.num_pending
+            assert len(seq.pages) * self.page_size >= start + length
+
+    @property
+    def is_clean(self) -> bool:
+        return self.pool.num_free == self.num_pages and not self.scheduler.owned()
