@@ -16,9 +16,7 @@ def request(
     name: str, num_prompt: int, max_tokens: int = 8, *, priority: int = 0, arrived_at: float = 0.0
 ) -> Request:
     prompt = tuple(1 + (i % 97) for i in range(num_prompt))
-    return Request(
-        name, prompt, Sampling(max_tokens), arrived_at=arrived_at, priority=priority
-    )
+    return Request(name, prompt, Sampling(max_tokens), arrived_at=arrived_at, priority=priority)
 
 
 def handle(name: str, num_tokens: int) -> KVHandle:
@@ -30,7 +28,7 @@ def handle(name: str, num_tokens: int) -> KVHandle:
 class Stepper:
     """Plans, "computes" and commits; remembers which step gave each token."""
 
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     num_pages: int = 64
     page_size: int = 16
     step: int = 0

@@ -1,5 +1,7 @@
 """Which pages are free. Page tables live on the sequences and the leases; this owns the rest."""
 
+from collections.abc import Iterable
+
 from workers.core.request import Sequence
 
 
@@ -41,7 +43,7 @@ class PagePool:
         self.take_back(reversed(seq.pages))
         seq.pages.clear()
 
-    def take_back(self, pages: "list[int] | reversed[int]") -> None:
+    def take_back(self, pages: Iterable[int]) -> None:
         """Pages that nobody holds any more."""
         for page in pages:
             assert not self._is_free[page], f"page {page} is freed twice"
