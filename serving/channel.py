@@ -1,0 +1,442 @@
+"""Both ends of the stream between a gateway and a worker: commands out, one report per step back.
+
+    gateway loop                                worker loop              engine thread
+    ChannelPools ── _Link ══ Worker.Attach ══ WorkerServer ── submit, abort ──► Engine
+      submit() ◄─ one queue per request ◄══ one Event per step ◄─ call_soon_threadsafe ─ emit
+
+It knows addresses, streams and silence. It refuses to know what a request means, and who belongs to
+which pool: ``update`` is told.
+"""
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import grpc
+
+from protos import evenflow_pb2 as pb
+from protos import evenflow_pb2_grpc as rpc
+from serving import messages
+from serving.pools import Submission, WorkerLost, WorkerView
+from workers.core.output import KVLedger, Load, Output, Report
+from workers.core.request import Sequence
+
+HEARTBEAT_S = 0.5  # a load report at least this often
+SILENCE_S = 10.0  # a worker that says nothing for this long is lost
+CONNECT_TIMEOUT_S = 5.0
+RETRY_S = (0.1, 2.0)  # first and longest pause before attaching again
+CALL_TIMEOUT_S = 5.0
+MAX_PENDING_OUTPUTS = 100_000  # for a gateway that does not read: then its stream is cut
+MAX_MESSAGE_BYTES = 256 << 20
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 5_000),  # a host that vanished is noticed within 10 s
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_SERVER_OPTIONS = (
+    *_OPTIONS,
+    ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
+    ("grpc.so_reuseport", 0),
+)
+_CLIENT_OPTIONS = (
+    *_OPTIONS,
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # a new attempt never waits for an old one's backoff
+)
+
+log = logging.getLogger(__name__)
+
+
+# ------------------------------------------------------------------------------- worker's end
+
+
+class Engine(Protocol):
+    """What the worker's end needs of ``workers.engine.Engine``."""
+
+    def submit(self, seq: Sequence) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def load(self) -> Load: ...
+    def ledger(self) -> KVLedger: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a worker says of itself when a gateway attaches."""
+
+    worker_id: str
+    incarnation: str
+    role: str
+    max_model_len: int
+    num_pages: int
+    page_size: int
+    vocab_size: int
+
+
+@dataclass(slots=True, eq=False)
+class _Attached:
+    """One gateway: what it was not told yet. Outputs of several steps merge while it is busy."""
+
+    load: Load = field(default_factory=Load)
+    outputs: list[Output] = field(default_factory=list)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, outputs: Iterable[Output], load: Load) -> None:
+        self.outputs.extend(outputs)
+        self.load = load
+        self.news.set()
+
+    async def take(self) -> pb.Event:
+        await self.news.wait()
+        self.news.clear()
+        outputs, self.outputs = self.outputs, []
+        report = pb.Report(
+            outputs=map(messages.output_to_proto, outputs), load=messages.load_to_proto(self.load)
+        )
+        return pb.Event(report=report)
+
+
+class WorkerServer:
+    """Serves one engine to any number of gateways.
+
+    The order of life: ``bind`` (the address is known now, and the engine can be made with it),
+    ``start`` (with the engine), ``stop``. ``emit`` is the engine's: any thread, once bound.
+    """
+
+    def __init__(self, *, debug: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self._debug = debug
+        self._clock = clock
+        self._gateways: set[_Attached] = set()
+        self._owner: dict[str, _Attached] = {}  # until the engine's last word on the request
+        self._heart: asyncio.Task[None] | None = None
+
+    async def bind(self, host: str, port: int = 0) -> str:
+        """Take a port; the address as others reach it. OSError when the port is taken."""
+        self._loop = asyncio.get_running_loop()
+        self.server = grpc.aio.server(options=_SERVER_OPTIONS)
+        try:
+            bound = self.server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {host}:{port}") from error
+        return f"{host}:{bound}"
+
+    async def start(self, engine: Engine, identity: Identity) -> None:
+        """Other services belong onto ``server`` before this."""
+        self._engine = engine
+        self._hello = pb.Event(hello=_hello(identity))
+        rpc.add_WorkerServicer_to_server(self, self.server)
+        await self.server.start()
+        self._heart = asyncio.create_task(self._beat())
+
+    async def stop(self) -> None:
+        """Cut every stream. Whatever came over them is aborted."""
+        if self._heart is not None:
+            self._heart.cancel()
+            await asyncio.gather(self._heart, return_exceptions=True)
+        await self.server.stop(grace=None)
+
+    def emit(self, report: Report) -> None:
+        """From the engine's thread: one wake-up of the loop per step."""
+        self._loop.call_soon_threadsafe(self._deliver, report)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests whose last output has not been made yet."""
+        return len(self._owner)
+
+    async def Attach(
+        self,
+        request_iterator: AsyncIterator[pb.Command],
+        context: "grpc.aio.ServicerContext[pb.Command, pb.Event]",
+    ) -> AsyncIterator[pb.Event]:
+        gateway = _Attached()
+        self._gateways.add(gateway)
+        reader = asyncio.create_task(self._obey(request_iterator, gateway))
+        reader.add_done_callback(lambda _: gateway.news.set())
+        try:
+            yield self._hello
+            gateway.put((), self._engine.load())
+            while not reader.done() and len(gateway.outputs) < MAX_PENDING_OUTPUTS:
+                yield await gateway.take()
+        finally:
+            self._gateways.discard(gateway)
+            reader.cancel()
+            for request_id in [i for i, owner in self._owner.items() if owner is gateway]:
+                self._engine.abort(request_id)
+
+    async def GetKVLedger(
+        self,
+        request: pb.KVLedgerRequest,
+        context: "grpc.aio.ServicerContext[pb.KVLedgerRequest, pb.KVLedger]",
+    ) -> pb.KVLedger:
+        if not self._debug:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "debug is off on this worker")
+        return messages.ledger_to_proto(await asyncio.to_thread(self._engine.ledger))
+
+    async def _obey(self, commands: AsyncIterator[pb.Command], gateway: _Attached) -> None:
+        async for command in commands:
+            if command.WhichOneof("command") == "abort":
+                self._engine.abort(command.abort)
+            else:
+                self._submit(command.submit, gateway)
+
+    def _submit(self, message: pb.Submit, gateway: _Attached) -> None:
+        """Hand the request to the engine; one that it cannot take ends here, alone."""
+        request_id = message.request_id
+        error = None
+        if request_id in self._owner:
+            error = "a request of this id is still running"
+        else:
+            self._owner[request_id] = gateway
+            try:
+                self._engine.submit(messages.sequence_from_proto(message, self._clock()))
+            except ValueError as refusal:
+                del self._owner[request_id]
+                error = str(refusal)
+        if error is not None:
+            refused = Output(request_id, finish_reason="error", error=error)
+            gateway.put([refused], self._engine.load())
+
+    def _deliver(self, report: Report) -> None:
+        batches: dict[_Attached, list[Output]] = defaultdict(list)
+        for output in report.outputs:
+            owner = self._owner.get(output.request_id)
+            if owner is not None:
+                batches[owner].append(output)
+                if output.is_last:
+                    del self._owner[output.request_id]
+        for gateway in self._gateways:
+            gateway.put(batches.get(gateway, ()), report.load)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            self._deliver(Report((), self._engine.load()))
+
+
+def _hello(identity: Identity) -> pb.Hello:
+    return pb.Hello(
+        worker_id=identity.worker_id,
+        incarnation=identity.incarnation,
+        role=identity.role,
+        max_model_len=identity.max_model_len,
+        num_pages=identity.num_pages,
+        page_size=identity.page_size,
+        vocab_size=identity.vocab_size,
+    )
+
+
+# ------------------------------------------------------------------------------ gateway's end
+
+
+class _Broken(Exception):
+    """The stream is of no use any more; the message says why."""
+
+
+class _Link:
+    """One worker: attached, or trying to be, until it is retired."""
+
+    def __init__(self, worker_id: str, address: str, stall_timeout_s: float) -> None:
+        self.worker_id = worker_id
+        self.address = address
+        self.retired = False  # takes nothing new, ends with its last stream
+        self._stall_timeout_s = stall_timeout_s
+        self._hello: pb.Hello | None = None
+        self._load = Load()
+        self._progress_at = 0.0
+        self._stuck_at_step: int | None = None  # it stopped here; not trusted until it moves
+        self._streams: dict[str, asyncio.Queue[Output | str]] = {}  # a str: lost, and why
+        self._commands: asyncio.Queue[pb.Command] = asyncio.Queue()
+        self._worker: rpc.WorkerStub | None = None
+        self._task = asyncio.create_task(self._run(), name=f"link {worker_id}")
+
+    @property
+    def view(self) -> WorkerView | None:
+        """None while no request should go there."""
+        hello = self._hello
+        if hello is None or self.retired or self._stuck_at_step is not None:
+            return None
+        return WorkerView(
+            id=self.worker_id,
+            role=hello.role,
+            load=self._load,
+            num_pages=hello.num_pages,
+            page_size=hello.page_size,
+            max_model_len=hello.max_model_len,
+        )
+
+    def open(self, submission: Submission) -> "asyncio.Queue[Output | str]":
+        request_id = submission.request.id
+        if self._hello is None or self.retired:
+            raise WorkerLost(f"{self.worker_id} is not attached")
+        assert request_id not in self._streams, f"{request_id} is already on {self.worker_id}"
+        stream = self._streams[request_id] = asyncio.Queue()
+        submit = messages.submission_to_proto(submission, time.monotonic())
+        self._commands.put_nowait(pb.Command(submit=submit))
+        return stream
+
+    def close(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+        if self.retired and not self._streams:
+            self._task.cancel()
+
+    def abort(self, request_id: str) -> None:
+        if self._hello is not None:  # a broken stream aborts by itself what came over it
+            self._commands.put_nowait(pb.Command(abort=request_id))
+
+    def retire(self) -> None:
+        self.retired = True
+        if not self._streams:
+            self._task.cancel()
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def is_over(self) -> bool:
+        return self._task.done()
+
+    async def ledger(self) -> KVLedger:
+        if self._worker is None:
+            raise WorkerLost(f"{self.worker_id} is not attached")
+        answer = await self._worker.GetKVLedger(pb.KVLedgerRequest(), timeout=CALL_TIMEOUT_S)
+        return messages.ledger_from_proto(answer)
+
+    async def _run(self) -> None:
+        pause = RETRY_S[0]
+        while not self.retired:
+            reason = "the gateway is closing"
+            try:
+                await self._stay_attached()
+            except (_Broken, TimeoutError, grpc.aio.AioRpcError) as error:
+                reason = _reason(error)
+            finally:
+                was_attached = self._hello is not None
+                self._lose(reason)
+            if was_attached:
+                log.warning("worker %s lost: %s", self.worker_id, reason)
+                pause = RETRY_S[0]
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, RETRY_S[1])
+
+    async def _stay_attached(self) -> None:
+        self._commands = asyncio.Queue()
+        async with grpc.aio.insecure_channel(self.address, options=_CLIENT_OPTIONS) as channel:
+            worker = rpc.WorkerStub(channel)
+            call = worker.Attach(_drain(self._commands))
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                hello = _expect(await call.read(), "hello").hello
+            if hello.worker_id != self.worker_id:
+                raise _Broken(f"{self.address} is now {hello.worker_id}")
+            self._progress_at = time.monotonic()
+            self._worker, self._hello = worker, hello
+            while True:
+                async with asyncio.timeout(min(SILENCE_S, self._stall_timeout_s)):
+                    report = _expect(await call.read(), "report").report
+                self._take(report, time.monotonic())
+
+    def _take(self, report: pb.Report, now: float) -> None:
+        load = messages.load_from_proto(report.load)
+        waits = load.waiting_seqs and not load.leased_pages  # else it may wait for a lease to end
+        if load.step != self._load.step or not (load.running_seqs or waits):
+            self._progress_at, self._stuck_at_step = now, None
+        self._load = load
+        for message in report.outputs:
+            stream = self._streams.get(message.request_id)
+            if stream is not None:
+                stream.put_nowait(messages.output_from_proto(message))
+        if now - self._progress_at > self._stall_timeout_s:
+            self._stuck_at_step = load.step
+            raise _Broken(f"no progress for {self._stall_timeout_s:g} s at step {load.step}")
+
+    def _lose(self, reason: str) -> None:
+        self._hello = self._worker = None
+        for stream in self._streams.values():
+            stream.put_nowait(reason)
+
+
+async def _drain(commands: "asyncio.Queue[pb.Command]") -> AsyncIterator[pb.Command]:
+    while True:
+        yield await commands.get()
+
+
+def _expect(event: pb.Event | object, kind: str) -> pb.Event:
+    if not isinstance(event, pb.Event):
+        raise _Broken("the worker closed the stream")
+    if event.WhichOneof("event") != kind:
+        raise _Broken(f"a {event.WhichOneof('event')} came instead of a {kind}")
+    return event
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name.lower()}: {error.details()}"
+    return str(error) or "the worker is silent"
+
+
+class ChannelPools:
+    """``serving.pools.Pools`` over channels. Lives on one event loop; ``close`` ends its tasks."""
+
+    def __init__(self, *, stall_timeout_s: float = 60.0) -> None:
+        self._stall_timeout_s = stall_timeout_s
+        self._links: dict[str, _Link] = {}
+        self._retired: list[_Link] = []  # finish their streams
+
+    def update(self, addresses: Mapping[str, str]) -> None:
+        """The workers that exist now: id to ``host:port``. Who is missing takes nothing new."""
+        self._retired = [link for link in self._retired if not link.is_over]
+        for worker_id, link in list(self._links.items()):
+            if addresses.get(worker_id) != link.address:
+                link.retire()
+                self._retired.append(self._links.pop(worker_id))
+        for worker_id, address in addresses.items():
+            if worker_id not in self._links:
+                self._links[worker_id] = _Link(worker_id, address, self._stall_timeout_s)
+
+    def workers(self) -> list[WorkerView]:
+        return [view for link in self._links.values() if (view := link.view) is not None]
+
+    async def submit(self, worker_id: str, submission: Submission) -> AsyncIterator[Output]:
+        link = self._links.get(worker_id)
+        if link is None:
+            raise WorkerLost(f"{worker_id} is not a worker here")
+        stream = link.open(submission)
+        try:
+            while True:
+                output = await stream.get()
+                if isinstance(output, str):
+                    raise WorkerLost(f"{worker_id}: {output}")
+                yield output
+                if output.is_last:
+                    return
+        finally:
+            link.close(submission.request.id)
+
+    def abort(self, worker_id: str, request_id: str) -> None:
+        for link in (self._links.get(worker_id), *self._retired):
+            if link is not None and link.worker_id == worker_id:
+                link.abort(request_id)
+
+    async def ledger(self, worker_id: str) -> KVLedger:
+        """Who holds each page there. WorkerLost when nobody answers; needs ``debug`` there."""
+        link = self._links.get(worker_id)
+        if link is None:
+            raise WorkerLost(f"{worker_id} is not a worker here")
+        try:
+            return await link.ledger()
+        except grpc.aio.AioRpcError as error:
+            raise WorkerLost(f"{worker_id}: {_reason(error)}") from error
+
+    async def close(self) -> None:
+        links = [*self._links.values(), *self._retired]
+        self._links.clear()
+        self._retired.clear()
+        await asyncio.gather(*(link.stop() for link in links))
