@@ -1,0 +1,91 @@
+"""Runs the steps that the scheduler plans on the real model: the engine's executor.
+
+It knows batches and tensors, and of a sequence only its tokens and pages.
+"""
+
+from pathlib import Path
+
+import torch
+
+from workers.attention import AttentionBackend, TorchAttention
+from workers.batch import build
+from workers.core.output import Token
+from workers.core.plan import Chunk
+from workers.kvcache import DTYPES, KVCache, default_num_pages
+from workers.models.config import ModelConfig, ModelError
+from workers.models.llama import Llama
+from workers.sampler import Sampler
+from workers.weights import Checkpoint
+
+
+class ModelRunner:
+    def __init__(self, model: Llama, cache: KVCache, attention: AttentionBackend) -> None:
+        self.model, self.cache = model, cache
+        self.config = model.config
+        self._attention, self._sampler = attention, Sampler()
+
+    @torch.inference_mode()
+    def run(self, chunks: tuple[Chunk, ...]) -> dict[str, Token]:
+        """Compute a step; the sampled token of each chunk that reaches its sequence's end."""
+        page_size = self.cache.layout.page_size
+        batch = build(chunks, page_size, self.model.device)
+        self.cache.clear(batch.fresh_pages)
+        plan = self._attention.plan(batch.attention, self.model.dtype)
+        hidden = self.model.forward(batch.tokens, batch.positions, self.cache, plan)
+        seqs = [chunk.seq for chunk in chunks if chunk.samples]
+        if not seqs:
+            return {}
+        logits = self.model.logits(hidden[batch.sampled_rows])
+        tokens = self._sampler.sample(logits, seqs)
+        return {seq.id: token for seq, token in zip(seqs, tokens, strict=True)}
+
+    def forget(self, request_id: str) -> None:
+        """The sequence left this worker."""
+        self._sampler.forget(request_id)
+
+
+def load_runner(
+    folder: Path,
+    dtype: str = "auto",
+    device: str = "auto",
+    page_size: int = 16,
+    num_pages: int | None = None,
+    threads: int | None = None,
+    max_model_len: int | None = None,
+) -> ModelRunner:
+    """Load a model folder and make room for its KV: as many pages as the machine should give.
+
+    ModelError says in one line why the model cannot be served.
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    where = _device(device)
+    config = ModelConfig.load(folder)
+    precision = resolve_dtype(dtype, where)
+    attention = TorchAttention()
+    if page_size % attention.page_size_multiple:
+        raise ModelError(f"{page_size=} is not a multiple of {attention.page_size_multiple}")
+    model = Llama(config, Checkpoint(folder), DTYPES[precision], where)
+    layout = config.kv_layout(page_size, precision)
+    longest = min(max_model_len or config.max_model_len, config.max_model_len)
+    pages = num_pages or default_num_pages(layout, longest, where)
+    return ModelRunner(model, KVCache(layout, pages, where), attention)
+
+
+def resolve_dtype(name: str, device: torch.device) -> str:
+    """ "auto" is bfloat16 where the device computes in it, float32 elsewhere."""
+    if name in DTYPES:
+        return name
+    if name != "auto":
+        raise ModelError(f"dtype {name!r} is not supported; supported: auto, {', '.join(DTYPES)}")
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    capabilities = torch.cpu.get_capabilities()
+    fast = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    return "bfloat16" if fast else "float32"
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
