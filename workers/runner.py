@@ -22,6 +22,7 @@ class ModelRunner:
     def __init__(self, model: Llama, cache: KVCache, attention: AttentionBackend) -> None:
         self.model, self.cache = model, cache
         self.config = model.config
+        self.vocab_size = model.config.vocab_size
         self._attention, self._sampler = attention, Sampler()
 
     @torch.inference_mode()

