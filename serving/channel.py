@@ -98,7 +98,7 @@ class _Attached:
         self.news.clear()
         outputs, self.outputs = self.outputs, []
         report = pb.Report(
-            outputs=map(messages.output_to_proto, outputs), load=messages.load_to_proto(self.load)
+            outputs=map(messages.output_to_wire, outputs), load=messages.load_to_wire(self.load)
         )
         return pb.Event(report=report)
 
@@ -178,7 +178,7 @@ class WorkerServer:
     ) -> pb.KVLedger:
         if not self._debug:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, "debug is off on this worker")
-        return messages.ledger_to_proto(await asyncio.to_thread(self._engine.ledger))
+        return messages.ledger_to_wire(await asyncio.to_thread(self._engine.ledger))
 
     async def _obey(self, commands: AsyncIterator[pb.Command], gateway: _Attached) -> None:
         async for command in commands:
@@ -196,7 +196,7 @@ class WorkerServer:
         else:
             self._owner[request_id] = gateway
             try:
-                self._engine.submit(messages.sequence_from_proto(message, self._clock()))
+                self._engine.submit(messages.sequence_from_wire(message, self._clock()))
             except ValueError as refusal:
                 del self._owner[request_id]
                 error = str(refusal)
@@ -278,7 +278,7 @@ class _Link:
             raise WorkerLost(f"{self.worker_id} is not attached")
         assert request_id not in self._streams, f"{request_id} is already on {self.worker_id}"
         stream = self._streams[request_id] = asyncio.Queue()
-        submit = messages.submission_to_proto(submission, time.monotonic())
+        submit = messages.submission_to_wire(submission, time.monotonic())
         self._commands.put_nowait(pb.Command(submit=submit))
         return stream
 
@@ -308,7 +308,7 @@ class _Link:
         if self._worker is None:
             raise WorkerLost(f"{self.worker_id} is not attached")
         answer = await self._worker.GetKVLedger(pb.KVLedgerRequest(), timeout=CALL_TIMEOUT_S)
-        return messages.ledger_from_proto(answer)
+        return messages.ledger_from_wire(answer)
 
     async def _run(self) -> None:
         pause = RETRY_S[0]
@@ -344,7 +344,7 @@ class _Link:
                 self._take(report, time.monotonic())
 
     def _take(self, report: pb.Report, now: float) -> None:
-        load = messages.load_from_proto(report.load)
+        load = messages.load_from_wire(report.load)
         waits = load.waiting_seqs and not load.leased_pages  # else it may wait for a lease to end
         if load.step != self._load.step or not (load.running_seqs or waits):
             self._progress_at, self._stuck_at_step = now, None
@@ -352,7 +352,7 @@ class _Link:
         for message in report.outputs:
             stream = self._streams.get(message.request_id)
             if stream is not None:
-                stream.put_nowait(messages.output_from_proto(message))
+                stream.put_nowait(messages.output_from_wire(message))
         if now - self._progress_at > self._stall_timeout_s:
             self._stuck_at_step = load.step
             raise _Broken(f"no progress for {self._stall_timeout_s:g} s at step {load.step}")

@@ -73,7 +73,7 @@ class Config:
     policy: Policy = "chunked"
     max_num_batched_tokens: int | None = None  # per step; None: 64 on a CPU, 2048 on CUDA
     max_num_seqs: int = 64
-    page_size: int | None = None  # tokens; None: 16 on a CPU, 256 on CUDA (flash-attn's unit)
+    page_size: int = 16  # tokens
     num_pages: int | None = None  # None: by free memory
     # the front door
     host: str = "127.0.0.1"

@@ -7,7 +7,7 @@ it cannot run.
 import dataclasses
 from operator import attrgetter
 
-from kvtransfer.messages import handle_from_proto, handle_to_proto
+from kvtransfer.messages import handle_from_wire, handle_to_wire
 from protos import evenflow_pb2 as pb
 from serving.pools import Submission
 from workers.core.output import KVLedger, Load, Output, Timing, Token
@@ -29,28 +29,28 @@ _SCALARS = (  # of Sampling: same name and meaning on both sides
 )
 
 
-def submission_to_proto(submission: Submission, now: float) -> pb.Submit:
+def submission_to_wire(submission: Submission, now: float) -> pb.Submit:
     request = submission.request
     return pb.Submit(
         request_id=request.id,
         prompt=request.prompt,
         output=submission.output,
-        sampling=_sampling_to_proto(request.sampling),
+        sampling=_sampling_to_wire(request.sampling),
         ttft_slo_s=request.slo.ttft_s,
         itl_slo_s=request.slo.itl_s,
         age_s=max(0.0, now - request.arrived_at),
         priority=request.priority,
         hand_off=submission.hand_off,
-        handle=None if submission.handle is None else handle_to_proto(submission.handle),
+        handle=None if submission.handle is None else handle_to_wire(submission.handle),
     )
 
 
-def sequence_from_proto(message: pb.Submit, now: float) -> Sequence:
+def sequence_from_wire(message: pb.Submit, now: float) -> Sequence:
     """What a worker makes of a submission; ``now`` is on the worker's clock."""
     request = Request(
         id=message.request_id,
         prompt=tuple(message.prompt),
-        sampling=_sampling_from_proto(message.sampling),
+        sampling=_sampling_from_wire(message.sampling),
         slo=SLO(message.ttft_slo_s, message.itl_slo_s),
         arrived_at=now - message.age_s,
         priority=message.priority,
@@ -58,12 +58,12 @@ def sequence_from_proto(message: pb.Submit, now: float) -> Sequence:
     return Sequence(
         request,
         hand_off=message.hand_off,
-        handle=handle_from_proto(message.handle) if message.HasField("handle") else None,
+        handle=handle_from_wire(message.handle) if message.HasField("handle") else None,
         output=list(message.output),
     )
 
 
-def _sampling_to_proto(sampling: Sampling) -> pb.Sampling:
+def _sampling_to_wire(sampling: Sampling) -> pb.Sampling:
     return pb.Sampling(
         **{name: getattr(sampling, name) for name in _SCALARS},
         logit_bias=dict(sampling.logit_bias),
@@ -72,7 +72,7 @@ def _sampling_to_proto(sampling: Sampling) -> pb.Sampling:
     )
 
 
-def _sampling_from_proto(message: pb.Sampling) -> Sampling:
+def _sampling_from_wire(message: pb.Sampling) -> Sampling:
     return Sampling(
         **{name: getattr(message, name) for name in _SCALARS},
         logit_bias=tuple(sorted(message.logit_bias.items())),
@@ -81,7 +81,7 @@ def _sampling_from_proto(message: pb.Sampling) -> Sampling:
     )
 
 
-def output_to_proto(output: Output) -> pb.Output:
+def output_to_wire(output: Output) -> pb.Output:
     message = pb.Output(
         request_id=output.request_id,
         finish_reason=output.finish_reason or "",
@@ -96,7 +96,7 @@ def output_to_proto(output: Output) -> pb.Output:
             message.top_ids.append(token_id)
             message.top_logprobs.append(logprob)
     if output.handle is not None:
-        message.handle.CopyFrom(handle_to_proto(output.handle))
+        message.handle.CopyFrom(handle_to_wire(output.handle))
     if output.timing is not None:
         timing = output.timing
         message.timing.queue_s = timing.queue_s
@@ -106,7 +106,7 @@ def output_to_proto(output: Output) -> pb.Output:
     return message
 
 
-def output_from_proto(message: pb.Output) -> Output:
+def output_from_wire(message: pb.Output) -> Output:
     token = None
     if message.HasField("token"):
         logprob = message.logprob if message.HasField("logprob") else None
@@ -116,30 +116,30 @@ def output_from_proto(message: pb.Output) -> Output:
         request_id=message.request_id,
         token=token,
         finish_reason=message.finish_reason or None,
-        handle=handle_from_proto(message.handle) if message.HasField("handle") else None,
+        handle=handle_from_wire(message.handle) if message.HasField("handle") else None,
         error=message.error or None,
         fallback=message.fallback or None,
-        timing=_timing_from_proto(message.timing) if message.HasField("timing") else None,
+        timing=_timing_from_wire(message.timing) if message.HasField("timing") else None,
     )
 
 
-def _timing_from_proto(message: pb.Timing) -> Timing:
+def _timing_from_wire(message: pb.Timing) -> Timing:
     return Timing(message.queue_s, message.prefill_s, message.transfer_s, message.num_preemptions)
 
 
-def load_to_proto(load: Load) -> pb.Load:
+def load_to_wire(load: Load) -> pb.Load:
     return pb.Load(**dict(zip(_LOAD_FIELDS, _load_values(load), strict=True)))
 
 
-def load_from_proto(message: pb.Load) -> Load:
+def load_from_wire(message: pb.Load) -> Load:
     return Load(*_load_values(message))
 
 
-def ledger_to_proto(ledger: KVLedger) -> pb.KVLedger:
+def ledger_to_wire(ledger: KVLedger) -> pb.KVLedger:
     return pb.KVLedger(
         num_pages=ledger.num_pages, free=ledger.free, owned=ledger.owned, leased=ledger.leased
     )
 
 
-def ledger_from_proto(message: pb.KVLedger) -> KVLedger:
+def ledger_from_wire(message: pb.KVLedger) -> KVLedger:
     return KVLedger(message.num_pages, message.free, dict(message.owned), dict(message.leased))

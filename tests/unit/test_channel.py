@@ -1,4 +1,4 @@
-"""The stream between a gateway and its workers, both ends real, engines with a made-up model."""
+"""The stream between a gateway and its workers, both ends real, engines with the FAKE model."""
 
 import asyncio
 import socket
@@ -17,50 +17,19 @@ from serving.channel import ChannelPools, Identity, WorkerServer
 from serving.pools import Submission, WorkerLost
 from workers.core.output import Load, Output, Timing, Token
 from workers.core.pages import PagePool
-from workers.core.plan import Chunk
 from workers.core.policy import Limits
 from workers.core.request import SLO, Request, Sampling
 from workers.core.scheduler import Scheduler
 from workers.engine import Engine, Source
+from workers.fake import FakeRunner, fake_token
 
 LAYOUT = KVLayout("made-up", 1, 1, 4, 16, "float32")
 NUM_PAGES = 64
 VOCAB = 1000
 
 
-def token_after(tokens: list[int]) -> int:
-    """The made-up model: it depends on every token before, so a lost one shows."""
-    value = 7
-    for token in tokens:
-        value = (value * 31 + token + 1) % 997
-    return value
-
-
 def answer_to(prompt: tuple[int, ...], length: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(length):
-        tokens.append(token_after(tokens))
-    return tokens[len(prompt) :]
-
-
-class MadeUp:
-    """An executor that sleeps ``step_s`` and makes each token from those before."""
-
-    vocab_size = VOCAB
-
-    def __init__(self, step_s: float = 0.0) -> None:
-        self.step_s = step_s
-
-    def run(self, chunks: tuple[Chunk, ...]) -> dict[str, Token]:
-        time.sleep(self.step_s)
-        return {
-            seq.id: Token(token_after(seq.tokens(0, seq.num_tokens)))
-            for seq, start, length in chunks
-            if start + length == seq.num_tokens
-        }
-
-    def forget(self, request_id: str) -> None:
-        pass
+    return [fake_token(prompt, i, VOCAB) for i in range(length)]
 
 
 class WorkerUnderTest:
@@ -69,7 +38,7 @@ class WorkerUnderTest:
     def __init__(self, name: str, role: str = "mixed", network: LoopbackNetwork | None = None):
         self.name, self.role = name, role
         self.network = network or LoopbackNetwork()
-        self.executor = MadeUp()
+        self.executor = FakeRunner(VOCAB)
         self.server = WorkerServer(debug=True)
 
     async def start(self, port: int = 0) -> str:
@@ -314,7 +283,7 @@ def test_values_survive_the_wire() -> None:
     r = Request("r", (1, 2, 3), sampling, SLO(1.5, 0.05), arrived_at=90.0, priority=-3)
     handle = KVHandle("r", "127.0.0.1:1", "inc", 4, 1, LAYOUT)
     sent = Submission(r, output=(7,), hand_off=True, handle=handle)
-    seq = messages.sequence_from_proto(messages.submission_to_proto(sent, 100.0), 20.0)
+    seq = messages.sequence_from_wire(messages.submission_to_wire(sent, 100.0), 20.0)
     assert seq.request.arrived_at == pytest.approx(10.0)  # as old on the other clock
     assert seq.request.sampling == sampling and seq.request.slo == r.slo
     assert (seq.request.prompt, seq.request.priority) == (r.prompt, -3)
@@ -327,6 +296,6 @@ def test_values_survive_the_wire() -> None:
         Output("r", finish_reason="error", error="broken"),
     ]
     for output in outputs:
-        assert messages.output_from_proto(messages.output_to_proto(output)) == output
+        assert messages.output_from_wire(messages.output_to_wire(output)) == output
     load = Load(*range(1, 14))
-    assert messages.load_from_proto(messages.load_to_proto(load)) == load
+    assert messages.load_from_wire(messages.load_to_wire(load)) == load

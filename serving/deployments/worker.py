@@ -1,0 +1,141 @@
+"""One worker process: model, pages, scheduler, transport and engine, put together and served.
+
+Plain: no Ray here. A Serve replica, a subprocess or a test holds a ``WorkerProcess`` on its event
+loop.
+"""
+
+import asyncio
+import os
+import time
+import uuid
+from pathlib import Path
+
+import torch
+
+from kvtransfer.collective import CollectiveTransport
+from kvtransfer.control import add_pages_service
+from kvtransfer.leases import Leases
+from serving.channel import Identity, WorkerServer
+from serving.config import Config, Role
+from workers.core.output import Token
+from workers.core.pages import PagePool
+from workers.core.plan import Chunk
+from workers.core.policy import Limits
+from workers.core.scheduler import Scheduler
+from workers.engine import Engine, Source
+from workers.runner import ModelRunner, load_runner
+
+STEP_BUDGET = {"cpu": 64, "cuda": 2048}  # tokens; keeps a step near 100 ms
+POLL_S = 0.05
+
+
+class OnOneThread:
+    """An executor for the engine's thread: how many cores OpenMP uses is a property of the thread
+    that calls it, so it has to be said there and not where the model was loaded."""
+
+    def __init__(self, runner: ModelRunner, threads: int) -> None:
+        self.vocab_size = runner.config.vocab_size
+        self.forget = runner.forget
+        self._runner, self._threads, self._is_said = runner, threads, False
+
+    def run(self, chunks: tuple[Chunk, ...]) -> dict[str, Token]:
+        if not self._is_said:  # asking torch is of no use: it answers for the whole process
+            torch.set_num_threads(self._threads)
+            self._is_said = True
+        return self._runner.run(chunks)
+
+
+class WorkerProcess:
+    """``start``, then it serves until ``stop``. ``drain`` in between lets it finish."""
+
+    def __init__(self, config: Config, worker_id: str, role: Role, host: str = "127.0.0.1") -> None:
+        self.config, self.worker_id, self.role, self.host = config, worker_id, role, host
+        self.incarnation = uuid.uuid4().hex
+        self.address = ""
+        self._threads = config.threads or default_threads(config.num_workers)
+        self._server = WorkerServer(debug=config.debug)
+
+    async def start(self, folder: Path) -> None:
+        """Load the model in ``folder`` and listen. ModelError when it cannot be served."""
+        runner = await asyncio.to_thread(self._load, folder)
+        self.address = await self._server.bind(self.host)
+        self._engine = self._assemble(runner)
+        self._engine.start()
+        await self._server.start(self._engine, self._identity(runner))
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until nothing runs here and nobody has yet to fetch pages from here."""
+        deadline = time.monotonic() + timeout_s
+        while self._is_busy and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+
+    async def stop(self) -> None:
+        """What still runs is cut; gateways see a lost worker and go elsewhere."""
+        await self._server.stop()
+        await asyncio.to_thread(self._engine.stop)
+
+    @property
+    def is_healthy(self) -> bool:
+        return self._engine.is_healthy
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._server.num_requests > 0 or self._engine.load().leased_pages > 0
+
+    def _load(self, folder: Path) -> ModelRunner:
+        config = self.config
+        return load_runner(
+            folder,
+            dtype=config.dtype,
+            device=config.device,
+            page_size=config.page_size,
+            num_pages=config.num_pages,
+            threads=self._threads,
+            max_model_len=config.max_model_len,
+        )
+
+    def _assemble(self, runner: ModelRunner) -> Engine:
+        config, cache = self.config, runner.cache
+        device = cache.pool.device
+        limits = Limits(
+            max_tokens=config.max_num_batched_tokens or STEP_BUDGET[device.type],
+            max_seqs=config.max_num_seqs,
+            policy=config.policy,
+        )
+        leases = Leases(config.lease_s)
+        transport = CollectiveTransport(
+            cache.pool,
+            cache.layout,
+            leases,
+            host=self.host,
+            incarnation=self.incarnation,
+            device=device,
+            timeout_s=config.transfer_timeout_s,
+        )
+        add_pages_service(self._server.server, transport.endpoint)
+        return Engine(
+            OnOneThread(runner, self._threads),
+            Scheduler(limits, PagePool(cache.num_pages, cache.layout.page_size)),
+            leases,
+            transport,
+            Source(self.address, self.incarnation, cache.layout),
+            emit=self._server.emit,
+            transfer_timeout_s=config.transfer_timeout_s,
+        )
+
+    def _identity(self, runner: ModelRunner) -> Identity:
+        longest = runner.config.max_model_len
+        return Identity(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            role=self.role,
+            max_model_len=min(self.config.max_model_len or longest, longest),
+            num_pages=runner.cache.num_pages,
+            page_size=runner.cache.layout.page_size,
+            vocab_size=runner.config.vocab_size,
+        )
+
+
+def default_threads(num_workers: int) -> int:
+    """The cores, shared evenly by the workers that a machine without GPUs runs."""
+    return max(1, len(os.sched_getaffinity(0)) // num_workers)
