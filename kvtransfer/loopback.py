@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from kvtransfer.core.handle import KVHandle, KVLayout
@@ -87,7 +88,8 @@ class LoopbackTransport:
         try:
             if len(theirs) != len(pages):
                 raise TransferError(f"{len(theirs)} pages leased, {len(pages)} expected")
-            self._self.pool[list(pages)] = source.pool[list(theirs)].to(self._self.pool.device)
+            with torch.inference_mode():  # a pool may be an inference tensor
+                self._self.pool[list(pages)] = source.pool[list(theirs)].to(self._self.pool.device)
             self._meet_fault("after", handle, deadline)
         finally:
             source.leases.end_send(handle.request_id, theirs)

@@ -128,3 +128,13 @@ def test_closing_fails_what_is_pending(network: LoopbackNetwork) -> None:
     target.transport.fault = lambda when, handle: target.transport.close()
     with pytest.raises(TransferError, match="closed"):
         target.transport.fetch(source.lease("r", [1]), [1], timeout_s=1)
+
+
+def test_pools_may_be_inference_tensors(network: LoopbackNetwork) -> None:
+    source, target = Worker(network, "a"), Worker(network, "b")
+    with torch.inference_mode():
+        pool = torch.zeros_like(target.pool)
+    target.transport = LoopbackTransport(network, "b", pool, LAYOUT, "1", target.leases)
+    source.pool.normal_()
+    target.transport.fetch(source.lease("r", [1]), [2], timeout_s=1)
+    assert torch.equal(pool[2], source.pool[1])

@@ -1,0 +1,234 @@
+"""Transport over torch.distributed: Gloo on CPU, NCCL on CUDA, one process group per pair.
+
+The receiving side lives here and does its work on the thread that calls ``fetch``, so that nothing
+can write to a page after ``fetch`` has returned. The sending side is in ``source.py``.
+
+    receiver                                  source
+       | Open(store, generation, layout)  -->  |  refused when a field of the layouts differs
+       |  <=== both join the pair, once ===>   |
+       | Send(request id, transfer number) --> |  pages pinned, copied, hashed
+       |  <-- number of pages, checksum        |
+       |  <=== pieces of 8 MiB on the pair ==  |
+       | checksum right: copied into the pool  |
+       | Release(request id) ----------------> |  pages free
+"""
+
+import itertools
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from kvtransfer.control import NoLease, NoPair, PagesClient
+from kvtransfer.core.handle import KVHandle, KVLayout
+from kvtransfer.deadline import Deadline
+from kvtransfer.leases import Leases
+from kvtransfer.messages import layout_to_wire
+from kvtransfer.pair import Pair
+from kvtransfer.rendezvous import Rendezvous
+from kvtransfer.source import PageSource, pair_key
+from kvtransfer.transport import TransferError
+from protos import evenflow_pb2 as pb
+
+MAX_PAIRS = 16  # per direction; each costs two threads, five descriptors and its staging memory
+
+
+class _Incoming:
+    """The pair from one source. ``busy`` is held by the one fetch that uses it."""
+
+    def __init__(self) -> None:
+        self.busy = threading.Lock()
+        self.pair: Pair | None = None
+        self.key = ""
+        self.generation = 0
+        self.num_transfers = 0
+        self.is_evicted = False
+
+
+class CollectiveTransport:
+    """One per worker process; ``endpoint`` is what its control server has to serve."""
+
+    def __init__(
+        self,
+        pool: Tensor,
+        layout: KVLayout,
+        leases: Leases,
+        *,
+        host: str,
+        incarnation: str,
+        device: torch.device,
+        timeout_s: float,
+        max_pairs: int = MAX_PAIRS,
+    ) -> None:
+        self._records = pool.view(pool.shape[0], -1)  # [page, elements of one page]
+        self._layout = layout
+        self._incarnation = incarnation
+        self._device = device
+        self._timeout_s = timeout_s
+        self._max_pairs = max_pairs
+        self._pairs: OrderedDict[tuple[str, str], _Incoming] = OrderedDict()
+        self._generations = itertools.count(1)
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._rendezvous = Rendezvous(host, timeout_s)
+        self._client = PagesClient(max_channels=2 * max_pairs)
+        self.endpoint = PageSource(
+            pool,
+            layout,
+            leases,
+            host=host,
+            incarnation=incarnation,
+            device=device,
+            timeout_s=timeout_s,
+            max_pairs=max_pairs,
+        )
+
+    def fetch(self, handle: KVHandle, pages: Sequence[int], timeout_s: float) -> None:
+        deadline = Deadline.after(timeout_s)
+        if len(pages) != handle.num_pages:
+            raise TransferError(f"{handle.num_pages} pages on offer, room made for {len(pages)}")
+        mismatch = self._layout.mismatch(handle.layout)
+        if mismatch is not None:
+            raise TransferError(f"layouts differ in {mismatch}")
+        with self._incoming(handle, deadline) as incoming:
+            failure: str | None = None
+            try:
+                self._receive(incoming, handle, pages, deadline)
+            except NoLease:
+                raise  # nothing was sent: the pair is as good as before
+            except Exception as error:  # whatever it was, the receiver can recompute
+                failure = _reason(error)
+            if failure is not None:  # here no frame holds on to the connection any more
+                self._drop(incoming)
+                raise TransferError(failure)
+            self._client.release_soon(handle)
+
+    def renew(self, handle: KVHandle) -> bool:
+        try:
+            return self._client.renew(handle, Deadline.after(self._timeout_s))
+        except TransferError:
+            return False
+
+    def release(self, handle: KVHandle) -> None:
+        try:
+            self._client.release(handle)
+        except TransferError:
+            return  # the lease went with its holder, or will expire
+
+    def close(self) -> None:
+        """A transfer under way ends first, by its deadline at the latest."""
+        with self._lock:
+            self._is_closed = True
+            pairs, self._pairs = list(self._pairs.values()), OrderedDict()
+        for incoming in pairs:
+            with incoming.busy:
+                self._drop(incoming)
+        self._client.close()
+        self.endpoint.close()
+
+    def _receive(
+        self, incoming: _Incoming, handle: KVHandle, pages: Sequence[int], deadline: Deadline
+    ) -> None:
+        pair, answer = self._announce(incoming, handle, deadline)
+        if answer.num_pages != len(pages):  # Gloo would end the process
+            raise TransferError(f"{answer.num_pages} pages leased, {len(pages)} expected")
+        buffer = pair.staging(handle.num_bytes)
+        if pair.receive(buffer, incoming.num_transfers - 1, deadline) != answer.checksum:
+            raise TransferError(f"the pages of {handle.request_id} arrived with a wrong checksum")
+        index = torch.tensor(pages, device=self._device)
+        with torch.inference_mode(), pair.stream():
+            records = buffer.view(self._records.dtype).view(len(pages), -1)
+            self._records.index_copy_(0, index, records)
+        pair.synchronize()
+
+    def _announce(
+        self, incoming: _Incoming, handle: KVHandle, deadline: Deadline
+    ) -> tuple[Pair, pb.SendResponse]:
+        """Agree with the source on what comes next over the pair; the bytes follow at once."""
+        if incoming.pair is not None:
+            try:
+                return incoming.pair, self._ask(incoming, handle, deadline)
+            except NoPair:  # closed there to stay under its limit, or after its own failure
+                self._drop(incoming)
+        pair = self._open(incoming, handle, deadline)
+        return pair, self._ask(incoming, handle, deadline)
+
+    def _ask(self, incoming: _Incoming, handle: KVHandle, deadline: Deadline) -> pb.SendResponse:
+        request = pb.SendRequest(
+            target=self._incarnation,
+            generation=incoming.generation,
+            request_id=handle.request_id,
+            transfer=incoming.num_transfers,
+            timeout_s=deadline.left_s("Send"),
+            incarnation=handle.incarnation,
+        )
+        incoming.num_transfers += 1
+        return self._client.send(handle.source, request, deadline)
+
+    def _open(self, incoming: _Incoming, handle: KVHandle, deadline: Deadline) -> Pair:
+        incoming.generation, incoming.num_transfers = next(self._generations), 0
+        incoming.key = pair_key(handle.incarnation, self._incarnation, incoming.generation)
+        request = pb.OpenRequest(
+            target=self._incarnation,
+            store_host=self._rendezvous.host,
+            store_port=self._rendezvous.port,
+            generation=incoming.generation,
+            layout=layout_to_wire(self._layout),
+            incarnation=handle.incarnation,
+        )
+        self._client.open(handle.source, request, deadline)
+        left_s = deadline.left_s("the pair is up")
+        group = self._rendezvous.host_pair(incoming.key, self._device, left_s)
+        incoming.pair = Pair(group, self._device)
+        return incoming.pair
+
+    def _drop(self, incoming: _Incoming) -> None:
+        pair, incoming.pair = incoming.pair, None
+        if pair is not None:
+            pair.drop()
+        if incoming.key:
+            self._rendezvous.forget(incoming.key)
+            incoming.key = ""
+
+    @contextmanager
+    def _incoming(self, handle: KVHandle, deadline: Deadline) -> Iterator[_Incoming]:
+        """The pair from the handle's source, for one fetch alone."""
+        name = (handle.source, handle.incarnation)
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    raise TransferError("transport closed")
+                incoming = self._pairs.setdefault(name, _Incoming())
+                self._pairs.move_to_end(name)
+                self._evict()
+            what = "earlier transfers had ended"
+            if not incoming.busy.acquire(timeout=deadline.left_s(what)):
+                raise TransferError(f"timed out before {what}")
+            try:
+                if not (incoming.is_evicted or self._is_closed):
+                    yield incoming
+                    return
+            finally:
+                incoming.busy.release()
+
+    def _evict(self) -> None:
+        """Close idle pairs over the limit, those used longest ago first."""
+        for name, incoming in list(self._pairs.items())[:-1]:
+            if len(self._pairs) <= self._max_pairs:
+                return
+            if incoming.busy.acquire(blocking=False):
+                incoming.is_evicted = True
+                del self._pairs[name]
+                self._drop(incoming)
+                incoming.busy.release()
+
+
+def _reason(error: Exception) -> str:
+    """The first line, without the place in torch's source where it was raised."""
+    lines = str(error).splitlines() or [""]
+    text = re.sub(r"^\[[^]]*\]\s*", "", lines[0])
+    return text if isinstance(error, TransferError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,157 @@
+"""What workers tell each other about pages, over gRPC: the service ``Pages``, both ends of it.
+
+No page passes through here. The server belongs to the worker's event loop, which is never made to
+wait; the client is called from transfer threads, and each call has a deadline.
+"""
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, NoReturn, Protocol
+
+import grpc
+
+from kvtransfer.core.handle import KVHandle
+from kvtransfer.deadline import Deadline
+from kvtransfer.transport import TransferError
+from protos import evenflow_pb2 as pb
+from protos import evenflow_pb2_grpc as rpc
+
+RELEASE_TIMEOUT_S = 1.0  # a lease that nobody could release expires by itself
+CHANNEL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+
+class NoLease(TransferError):
+    """Expired, released or never granted. Nothing was sent; the pair is as good as before."""
+
+
+class NoPair(TransferError):
+    """The source knows no such pair, or has closed it: open another generation."""
+
+
+STATUS = {NoLease: grpc.StatusCode.NOT_FOUND, NoPair: grpc.StatusCode.ABORTED}
+Context = grpc.aio.ServicerContext[Any, Any]
+ERROR = {status: error for error, status in STATUS.items()}
+
+
+class Endpoint(Protocol):
+    """The source's side of the service. No method blocks; errors are TransferErrors."""
+
+    def open(self, request: pb.OpenRequest) -> None: ...
+
+    def send(self, request: pb.SendRequest) -> Future[pb.SendResponse]: ...
+
+    def renew(self, request_ids: Sequence[str], incarnation: str) -> list[str]:
+        """Returns the ids whose lease has ended."""
+        ...
+
+    def release(self, request_id: str, incarnation: str) -> None: ...
+
+
+class _Pages(rpc.PagesServicer):  # type: ignore[misc]  # generated, untyped
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    async def Open(self, request: pb.OpenRequest, context: Context) -> pb.OpenResponse:
+        try:
+            self._endpoint.open(request)
+        except TransferError as error:
+            await _refuse(context, error)
+        return pb.OpenResponse()
+
+    async def Send(self, request: pb.SendRequest, context: Context) -> pb.SendResponse:
+        try:
+            return await asyncio.wrap_future(self._endpoint.send(request))
+        except TransferError as error:
+            await _refuse(context, error)
+
+    async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
+        return pb.RenewResponse(gone=self._endpoint.renew(request.request_ids, request.incarnation))
+
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
+        self._endpoint.release(request.request_id, request.incarnation)
+        return pb.ReleaseResponse()
+
+
+async def _refuse(context: Context, error: TransferError) -> NoReturn:
+    status = STATUS.get(type(error), grpc.StatusCode.FAILED_PRECONDITION)
+    await context.abort(status, str(error))
+    raise AssertionError("abort raises")
+
+
+def add_pages_service(server: grpc.aio.Server, endpoint: Endpoint) -> None:
+    rpc.add_PagesServicer_to_server(_Pages(endpoint), server)
+
+
+class PagesClient:
+    """Calls to any number of sources. The channels used least recently are closed."""
+
+    def __init__(self, max_channels: int) -> None:
+        self._max_channels = max_channels
+        self._channels: OrderedDict[str, grpc.Channel] = OrderedDict()
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def open(self, source: str, request: pb.OpenRequest, deadline: Deadline) -> None:
+        self._call(source, "Open", request, deadline)
+
+    def send(self, source: str, request: pb.SendRequest, deadline: Deadline) -> pb.SendResponse:
+        return self._call(source, "Send", request, deadline)
+
+    def renew(self, handle: KVHandle, deadline: Deadline) -> bool:
+        request = pb.RenewRequest(request_ids=[handle.request_id], incarnation=handle.incarnation)
+        return not self._call(handle.source, "Renew", request, deadline).gone
+
+    def release(self, handle: KVHandle) -> None:
+        """Waits for the source's word, but not long."""
+        self._call(handle.source, "Release", _release(handle), Deadline.after(RELEASE_TIMEOUT_S))
+
+    def release_soon(self, handle: KVHandle) -> None:
+        """The same without waiting. The callback keeps the call alive: grpc cancels a call that
+        nobody refers to."""
+        call = self._stub(handle.source).Release.future(_release(handle), timeout=RELEASE_TIMEOUT_S)
+        call.add_done_callback(lambda _: None)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            channels, self._channels = self._channels, OrderedDict()
+        for channel in channels.values():
+            channel.close()
+
+    def _call(self, source: str, method: str, request: object, deadline: Deadline) -> pb.Message:
+        timeout_s = deadline.left_s(method)
+        try:
+            return getattr(self._stub(source), method)(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            kind = ERROR.get(error.code(), TransferError)
+            raise kind(f"{source} {method}: {error.details()}") from None
+        except ValueError as error:  # the channel was closed under the call
+            raise TransferError(f"{source} {method}: {error}") from None
+
+    def _stub(self, source: str) -> rpc.PagesStub:
+        evicted = None
+        with self._lock:
+            if self._is_closed:
+                raise TransferError("transport closed")
+            channel = self._channels.get(source)
+            if channel is None:
+                channel = grpc.insecure_channel(source, options=CHANNEL_OPTIONS)
+                self._channels[source] = channel
+            self._channels.move_to_end(source)
+            if len(self._channels) > self._max_channels:
+                evicted = self._channels.popitem(last=False)[1]
+        if evicted is not None:
+            evicted.close()
+        return rpc.PagesStub(channel)
+
+
+def _release(handle: KVHandle) -> pb.ReleaseRequest:
+    return pb.ReleaseRequest(request_id=handle.request_id, incarnation=handle.incarnation)

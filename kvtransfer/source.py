@@ -1,0 +1,244 @@
+"""The sending side: reads leased pages and sends them to whoever asks with the right words.
+
+One thread per receiver does all that can wait: joining the pair, copying, sending. The control
+server's event loop only hands work to it.
+"""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvtransfer.control import NoLease, NoPair
+from kvtransfer.core.handle import KVLayout
+from kvtransfer.deadline import Deadline
+from kvtransfer.leases import Leases
+from kvtransfer.messages import layout_from_wire
+from kvtransfer.pair import Pair, checksum
+from kvtransfer.rendezvous import join_pair
+from kvtransfer.transport import TransferError
+from protos import evenflow_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Cargo:
+    """A copy of leased pages, in the order of the lease."""
+
+    buffer: Tensor  # uint8 [num_pages * page_bytes]
+    num_pages: int
+    checksum: int
+
+
+class _Outgoing:
+    """One generation of the pair to one receiver, and the thread that serves it.
+
+    ``submit`` and ``kill`` are called under the lock of the ``PageSource``.
+    """
+
+    def __init__(self, generation: int, join: Callable[[], Pair]) -> None:
+        self.generation = generation
+        self.pair: Pair | None = None
+        self.is_dead = False
+        self.num_queued = 0
+        self._next_transfer = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-send")
+        self._thread.submit(self._join, join)
+
+    def submit(self, transfer: int, work: Callable[[], None]) -> None:
+        """Queue the pair's next transfer; NoPair when it has failed or the numbers disagree."""
+        if self.is_dead or transfer != self._next_transfer:
+            raise NoPair(f"transfer {transfer}: the pair is closed, or at {self._next_transfer}")
+        self._next_transfer += 1
+        self.num_queued += 1
+        self._thread.submit(work)
+
+    def kill(self) -> None:
+        """No new transfer from here on; the pair is dropped when the running one ends."""
+        if not self.is_dead:
+            self.is_dead = True
+            self._thread.submit(self.drop)
+            self._thread.shutdown(wait=False)
+
+    def wait(self) -> None:
+        self._thread.shutdown(wait=True)
+
+    def drop(self) -> None:
+        """On the pair's own thread."""
+        pair, self.pair = self.pair, None
+        if pair is not None:
+            pair.drop()
+
+    def _join(self, join: Callable[[], Pair]) -> None:
+        try:
+            self.pair = join()
+        except RuntimeError as error:
+            log.warning("could not join a pair: %s", error)
+
+
+class PageSource:
+    """Implements ``control.Endpoint`` over one worker's pool and leases."""
+
+    def __init__(
+        self,
+        pool: Tensor,
+        layout: KVLayout,
+        leases: Leases,
+        *,
+        host: str,
+        incarnation: str,
+        device: torch.device,
+        timeout_s: float,
+        max_pairs: int,
+    ) -> None:
+        self._records = pool.view(pool.shape[0], -1)  # [page, elements of one page]
+        self._layout = layout
+        self._leases = leases
+        self._host = host
+        self._incarnation = incarnation
+        self._device = device
+        self._timeout_s = timeout_s
+        self._max_pairs = max_pairs
+        self._pairs: OrderedDict[str, _Outgoing] = OrderedDict()  # by receiver, last used last
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def open(self, request: pb.OpenRequest) -> None:
+        self._check_incarnation(request.incarnation)
+        mismatch = self._layout.mismatch(layout_from_wire(request.layout))
+        if mismatch is not None:
+            raise TransferError(f"layouts differ in {mismatch}")
+        with self._lock:
+            if self._is_closed:
+                raise TransferError("closed")
+            old = self._pairs.get(request.target)
+            if old is not None:
+                if old.generation >= request.generation:
+                    raise TransferError(f"generation {request.generation} is over")
+                old.kill()
+            self._pairs[request.target] = _Outgoing(request.generation, self._joiner(request))
+            self._pairs.move_to_end(request.target)
+            self._evict()
+
+    def send(self, request: pb.SendRequest) -> Future[pb.SendResponse]:
+        self._check_incarnation(request.incarnation)
+        deadline = Deadline.after(request.timeout_s)
+        answer: Future[pb.SendResponse] = Future()
+        with self._lock:
+            outgoing = self._pairs.get(request.target)
+            if outgoing is None or outgoing.generation != request.generation:
+                raise NoPair(f"no pair of generation {request.generation}")
+            outgoing.submit(
+                request.transfer, lambda: self._serve(outgoing, request, deadline, answer)
+            )
+            self._pairs.move_to_end(request.target)
+        return answer
+
+    def renew(self, request_ids: Sequence[str], incarnation: str) -> list[str]:
+        is_ours = incarnation == self._incarnation
+        return [name for name in request_ids if not (is_ours and self._leases.renew(name))]
+
+    def release(self, request_id: str, incarnation: str) -> None:
+        if incarnation == self._incarnation:
+            self._leases.release(request_id)
+
+    def close(self) -> None:
+        """End every thread. A transfer under way ends first, by its deadline at the latest."""
+        with self._lock:
+            self._is_closed = True
+            pairs, self._pairs = list(self._pairs.values()), OrderedDict()
+            for outgoing in pairs:
+                outgoing.kill()
+        for outgoing in pairs:
+            outgoing.wait()
+
+    def _serve(
+        self,
+        outgoing: _Outgoing,
+        request: pb.SendRequest,
+        deadline: Deadline,
+        answer: Future[pb.SendResponse],
+    ) -> None:
+        """One transfer, on the pair's thread. What it cannot tell the receiver, it logs."""
+        failure: str | None = None
+        try:
+            if not answer.set_running_or_notify_cancel():
+                raise TransferError("the receiver no longer waits")
+            if outgoing.pair is None:
+                raise TransferError("the pair never came up")
+            cargo = self._load(outgoing.pair, request.request_id)
+            answer.set_result(pb.SendResponse(num_pages=cargo.num_pages, checksum=cargo.checksum))
+            self._send(outgoing.pair, cargo.buffer, request.transfer, deadline)
+        except NoLease as error:
+            answer.set_exception(error)
+        except Exception as error:  # this thread has no caller to tell
+            failure = f"sending {request.request_id} failed: {error}"
+        finally:
+            with self._lock:
+                outgoing.num_queued -= 1
+        if failure is not None:  # here no frame holds on to the connection any more
+            with self._lock:
+                outgoing.kill()
+            outgoing.drop()
+            if answer.running():
+                answer.set_exception(TransferError(failure))
+            log.warning("%s", failure)
+
+    def _load(self, pair: Pair, request_id: str) -> Cargo:
+        """Copy the pages out: pinned meanwhile, and leased until the receiver has them."""
+        pages = self._leases.begin_send(request_id)
+        if pages is None:
+            raise NoLease(f"no lease for {request_id}")
+        try:
+            buffer = pair.staging(len(pages) * self._layout.page_bytes)
+            index = torch.tensor(pages, device=self._device)
+            with torch.inference_mode(), pair.stream():
+                records = buffer.view(self._records.dtype).view(len(pages), -1)
+                torch.index_select(self._records, 0, index, out=records)
+            pair.synchronize()
+        finally:
+            self._leases.end_send(request_id, pages)
+        return Cargo(buffer, len(pages), checksum(buffer))
+
+    def _send(self, pair: Pair, buffer: Tensor, transfer: int, deadline: Deadline) -> None:
+        pair.send(buffer, transfer, deadline)
+
+    def _check_incarnation(self, incarnation: str) -> None:
+        if incarnation != self._incarnation:
+            raise TransferError("the worker was restarted since it granted the lease")
+
+    def _joiner(self, request: pb.OpenRequest) -> Callable[[], Pair]:
+        key = pair_key(self._incarnation, request.target, request.generation)
+
+        def join() -> Pair:
+            group = join_pair(
+                request.store_host,
+                request.store_port,
+                key,
+                self._host,
+                self._device,
+                self._timeout_s,
+            )
+            return Pair(group, self._device)
+
+        return join
+
+    def _evict(self) -> None:
+        """Close idle pairs over the limit, those used longest ago first."""
+        for target, outgoing in list(self._pairs.items())[:-1]:
+            if len(self._pairs) <= self._max_pairs:
+                return
+            if outgoing.is_dead or not outgoing.num_queued:
+                del self._pairs[target]
+                outgoing.kill()
+
+
+def pair_key(source: str, target: str, generation: int) -> str:
+    """What both ranks look for in the receiver's store, from two incarnations and a generation."""
+    return f"{source}>{target}/{generation}"
