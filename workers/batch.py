@@ -67,14 +67,6 @@ class AttentionMetadata:
         rows = [span.pages + span.pages[:1] * (width - len(span.pages)) for span in self.spans]
         return torch.tensor(rows, dtype=torch.int32, device=self.device)
 
-    @property
-    def max_q(self) -> int:
-        return max(span.length for span in self.spans)
-
-    @property
-    def max_k(self) -> int:
-        return max(span.context for span in self.spans)
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from workers.attention import AttentionBackend, TorchAttention
+from workers.attention import AttentionBackend, default_attention
 from workers.batch import build
 from workers.core.output import Token
 from workers.core.plan import Chunk
@@ -17,13 +17,15 @@ from workers.models.llama import Llama
 from workers.sampler import Sampler
 from workers.weights import Checkpoint
 
+PAGE_SIZE = 16
+
 
 class ModelRunner:
     def __init__(self, model: Llama, cache: KVCache, attention: AttentionBackend) -> None:
         self.model, self.cache = model, cache
         self.config = model.config
         self.vocab_size = model.config.vocab_size
-        self._attention, self._sampler = attention, Sampler()
+        self.attention, self._sampler = attention, Sampler()
 
     @torch.inference_mode()
     def run(self, chunks: tuple[Chunk, ...]) -> dict[str, Token]:
@@ -31,7 +33,7 @@ class ModelRunner:
         page_size = self.cache.layout.page_size
         batch = build(chunks, page_size, self.model.device)
         self.cache.clear(batch.fresh_pages)
-        plan = self._attention.plan(batch.attention, self.model.dtype)
+        plan = self.attention.plan(batch.attention, self.model.dtype)
         hidden = self.model.forward(batch.tokens, batch.positions, self.cache, plan)
         seqs = [chunk.seq for chunk in chunks if chunk.samples]
         if not seqs:
@@ -49,13 +51,15 @@ def load_runner(
     folder: Path,
     dtype: str = "auto",
     device: str = "auto",
-    page_size: int = 16,
+    page_size: int | None = None,
     num_pages: int | None = None,
     threads: int | None = None,
     max_model_len: int | None = None,
 ) -> ModelRunner:
-    """Load a model folder and make room for its KV: as many pages as the machine should give.
+    """Load a model folder and make room for its KV.
 
+    ``num_pages`` None: as many pages as the machine should give. ``page_size`` None: 16, or the
+    least that the attention backend takes.
     ModelError says in one line why the model cannot be served.
     """
     if threads:
@@ -63,9 +67,11 @@ def load_runner(
     where = _device(device)
     config = ModelConfig.load(folder)
     precision = resolve_dtype(dtype, where)
-    attention = TorchAttention()
-    if page_size % attention.page_size_multiple:
-        raise ModelError(f"{page_size=} is not a multiple of {attention.page_size_multiple}")
+    attention = default_attention(where, DTYPES[precision])
+    multiple = attention.page_size_multiple
+    page_size = page_size or max(PAGE_SIZE, multiple)
+    if page_size % multiple:
+        raise ModelError(f"{page_size=}, but {attention.name} takes only multiples of {multiple}")
     model = Llama(config, Checkpoint(folder), DTYPES[precision], where)
     layout = config.kv_layout(page_size, precision)
     longest = min(max_model_len or config.max_model_len, config.max_model_len)
