@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from kvtransfer.core.handle import KVLayout
 from workers.attention import AttentionBackend, default_attention
 from workers.batch import build
 from workers.core.output import Token
@@ -69,14 +70,27 @@ def load_runner(
     precision = resolve_dtype(dtype, where)
     attention = default_attention(where, DTYPES[precision])
     multiple = attention.page_size_multiple
-    page_size = page_size or max(PAGE_SIZE, multiple)
-    if page_size % multiple:
+    page_size = max(PAGE_SIZE, multiple) if page_size is None else page_size
+    if page_size < 1 or page_size % multiple:
         raise ModelError(f"{page_size=}, but {attention.name} takes only multiples of {multiple}")
     model = Llama(config, Checkpoint(folder), DTYPES[precision], where)
-    layout = config.kv_layout(page_size, precision)
     longest = min(max_model_len or config.max_model_len, config.max_model_len)
-    pages = num_pages or default_num_pages(layout, longest, where)
-    return ModelRunner(model, KVCache(layout, pages, where), attention)
+    cache = _cache(config.kv_layout(page_size, precision), num_pages, longest, where)
+    return ModelRunner(model, cache, attention)
+
+
+def _cache(
+    layout: KVLayout, num_pages: int | None, max_model_len: int, device: torch.device
+) -> KVCache:
+    if num_pages is None:
+        num_pages = default_num_pages(layout, max_model_len, device)
+    size = f"{layout.page_bytes / 2**20:.1f} MiB"
+    if num_pages < 1:
+        raise ModelError(f"{num_pages=}: at least one KV page of {size} is needed")
+    try:
+        return KVCache(layout, num_pages, device)
+    except RuntimeError:
+        raise ModelError(f"no memory for {num_pages} KV pages of {size}: ask for fewer") from None
 
 
 def resolve_dtype(name: str, device: torch.device) -> str:
@@ -95,4 +109,10 @@ def resolve_dtype(name: str, device: torch.device) -> str:
 def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ModelError(f"device {name!r} is not known; use cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"device {name!r}: this torch sees no CUDA device")
+    return device
