@@ -11,7 +11,6 @@
     ├── Overloaded            try again after ``retry_after_s``
     ├── Unavailable           no worker can take it now
     │   └── NoCapacity
-    ├── DeadlineExceeded
     ├── Aborted               somebody asked for the end of this request
     └── Internal              our fault
 
@@ -112,15 +111,6 @@ class Unavailable(RequestFailed):
 
 class NoCapacity(Unavailable):
     """No attached worker can serve it in the mode it asked for."""
-
-
-class DeadlineExceeded(RequestFailed):
-    """The client's deadline passed before the last token."""
-
-    status = 504
-    type = "timeout_error"
-    code = "deadline_exceeded"
-    grpc = "DEADLINE_EXCEEDED"
 
 
 class Aborted(RequestFailed):

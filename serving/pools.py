@@ -3,7 +3,7 @@
 It knows nothing about how tokens travel: ``serving.channel`` does, and tests script them.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,10 +47,10 @@ class Pools(Protocol):
         """The workers attached now, with their newest load."""
         ...
 
-    def submit(self, worker_id: str, submission: Submission) -> AsyncIterator[Output]:
+    def submit(self, worker_id: str, submission: Submission) -> AsyncGenerator[Output, None]:
         """Outputs until the one that is last.
 
-        Raises WorkerLost when the worker is not attached or stops being so. Closing the iterator
+        Raises WorkerLost when the worker is not attached or stops being so. Closing the generator
         early only stops listening: the caller also says ``abort``.
         """
         ...

@@ -1,0 +1,353 @@
+"""OpenAI's HTTP interface on FastAPI, the only file that knows it. Checks and text live elsewhere.
+
+Every answer that needs tokens is a ``TokenResponse``: it watches the socket while it works, so a
+client that leaves ends its request, streamed or not.
+"""
+
+import asyncio
+import hmac
+import importlib.metadata
+import json
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import aclosing
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from serving import metrics as prometheus
+from serving.api import render
+from serving.api.intake import Ask, FrontSettings, Intake
+from serving.errors import (
+    BadRequest,
+    BodyTooLarge,
+    Internal,
+    MethodNotAllowed,
+    NotFound,
+    Overloaded,
+    RequestFailed,
+    Unauthenticated,
+    Unavailable,
+)
+from serving.gateway import Gateway
+from serving.generation import Delta
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Scope]]
+Send = Callable[[Scope], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/-/healthz", "/-/routes"})
+ROUTES = {"/": "evenflow"}  # what KubeRay's probes want to read
+HEADERS = ("x-evenflow-mode", "x-slo-ttft-ms", "x-slo-itl-ms", "x-evenflow-worker")
+
+
+def build_app(gateway: Gateway, settings: FrontSettings) -> FastAPI:
+    """The HTTP front door of one gateway. Serve it with uvicorn."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    intake = Intake(gateway, settings)
+    _add_inference(app, intake)
+    _add_tokens(app, intake)
+    _add_models(app, intake)
+    _add_probes(app, gateway)
+    _add_evenflow(app, gateway)
+    app.add_exception_handler(RequestFailed, _on_failure)
+    app.add_exception_handler(HTTPException, _on_framework_error)
+    app.add_exception_handler(Exception, _on_bug)
+    if settings.api_keys:
+        app.add_middleware(KeyCheck, keys=settings.api_keys)
+    return app
+
+
+# ---------------------------------------------------------------------------- routes
+
+
+def _add_inference(app: FastAPI, intake: Intake) -> None:
+    async def take(request: Request, check: Callable[..., Awaitable[Ask]]) -> Response:
+        body = await _json_body(request, intake.settings.max_body_bytes)
+        headers = {name: request.headers[name] for name in HEADERS if name in request.headers}
+        ask = await check(body, headers=headers, request_id=request.headers.get("x-request-id", ""))
+        return TokenResponse(intake.gateway, ask, intake.settings.model)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await take(request, intake.completion)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await take(request, intake.chat)
+
+
+def _add_tokens(app: FastAPI, intake: Intake) -> None:
+    limit = intake.settings.max_body_bytes
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        ids = await intake.tokenize(await _json_body(request, limit))
+        max_model_len = intake.gateway.limits().max_model_len
+        return JSONResponse({"count": len(ids), "max_model_len": max_model_len, "tokens": ids})
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return JSONResponse({"prompt": intake.detokenize(await _json_body(request, limit))})
+
+
+def _add_models(app: FastAPI, intake: Intake) -> None:
+    gateway, settings = intake.gateway, intake.settings
+    created = int(time.time())
+
+    def model(name: str) -> dict[str, Any]:
+        max_model_len = gateway.limits().max_model_len if gateway.is_ready else None
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "evenflow",
+            "root": settings.model,
+            "max_model_len": max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        names = [settings.model, *sorted(settings.aliases)]
+        return JSONResponse({"object": "list", "data": [model(name) for name in names]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        intake.check_model(name)
+        return JSONResponse(model(name))
+
+
+def _add_probes(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        if not gateway.is_ready:
+            raise Unavailable("no worker is attached yet, or this server is shutting down")
+        return JSONResponse({"status": "ready", "workers": len(gateway.pools.workers())})
+
+    @app.get("/version")
+    async def version() -> Response:
+        try:
+            return JSONResponse({"version": importlib.metadata.version("evenflow")})
+        except importlib.metadata.PackageNotFoundError:  # run from a checkout
+            return JSONResponse({"version": "unknown"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(gateway.metrics.render(), media_type=prometheus.CONTENT_TYPE)
+
+    @app.get("/-/healthz")
+    async def serve_health() -> Response:
+        return Response("success", media_type="text/plain")
+
+    @app.get("/-/routes")
+    async def serve_routes() -> Response:
+        return JSONResponse(ROUTES)
+
+
+def _add_evenflow(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/v1/evenflow/status")
+    async def status() -> Response:
+        workers = [asdict(view) for view in gateway.pools.workers()]
+        calls = {"model": gateway.model, "num_calls": gateway.num_calls}
+        return JSONResponse({**calls, "ready": gateway.is_ready, "workers": workers})
+
+    @app.get("/v1/evenflow/requests/{request_id:path}")
+    async def explain(request_id: str) -> Response:
+        explanation = await gateway.explain(request_id)
+        if explanation is None:
+            raise NotFound(f"no request {request_id[:128]!r} is running or recent here")
+        return JSONResponse(explanation)
+
+
+# ---------------------------------------------------------------------------- answers
+
+
+class TokenResponse(Response):
+    """Runs one generation and answers, as a stream or as one object."""
+
+    def __init__(self, gateway: Gateway, ask: Ask, model: str) -> None:
+        super().__init__()
+        self._gateway, self._ask, self._model = gateway, ask, model
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Whichever comes first: the answer is sent, or the client has left."""
+        work = asyncio.create_task(self._work(send))
+        gone = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+        error = None if work.cancelled() else work.exception()
+        if error is not None and not isinstance(error, OSError):  # OSError: the socket went away
+            raise error
+
+    async def _work(self, send: Send) -> None:
+        async with aclosing(self._gateway.generate(self._ask.generation)) as deltas:
+            if self._ask.stream:
+                await self._send_stream(deltas, send)
+            else:
+                await self._send_whole(deltas, send)
+
+    async def _send_whole(self, deltas: Any, send: Send) -> None:
+        try:
+            collected: list[Delta] = [delta async for delta in deltas]
+        except RequestFailed as error:
+            await self._send_error(error, send)
+            return
+        body = render.answer(self._ask, collected, self._model)
+        final = collected[-1].final
+        headers = self._reply_headers(final.trace.mode if final else "")
+        await _send_response(send, 200, headers, render.dumps(body).encode())
+
+    async def _send_stream(self, deltas: Any, send: Send) -> None:
+        """Headers go out with the first delta, so that an early error is a plain answer."""
+        stream = render.Stream(self._ask, self._model)
+        started = False
+        try:
+            async for delta in deltas:
+                if not started:
+                    await _start_stream(send, self._reply_headers(self._mode()))
+                    started = True
+                await _send_body(send, stream.events(delta), more=True)
+        except RequestFailed as error:
+            if not started:
+                await self._send_error(error, send)
+                return
+            await _send_body(send, render.event(render.error_body(error)), more=False)
+            return
+        await _send_body(send, render.DONE, more=False)
+
+    async def _send_error(self, error: RequestFailed, send: Send) -> None:
+        headers = {**self._reply_headers(self._mode()), **_error_headers(error)}
+        await _send_response(
+            send, error.status, headers, render.dumps(render.error_body(error)).encode()
+        )
+
+    def _mode(self) -> str:
+        return self._gateway.mode(self._ask.generation.id)
+
+    def _reply_headers(self, mode: str) -> dict[str, str]:
+        headers = {"x-request-id": self._ask.generation.id}
+        return {**headers, "x-evenflow-mode": mode} if mode else headers
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _start_stream(send: Send, headers: dict[str, str]) -> None:
+    sse = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+    await _send_start(send, 200, {**sse, "x-accel-buffering": "no", **headers})
+
+
+async def _send_response(send: Send, status: int, headers: dict[str, str], body: bytes) -> None:
+    plain = {"content-type": "application/json", "content-length": str(len(body))}
+    await _send_start(send, status, {**plain, **headers})
+    await _send_body(send, body, more=False)
+
+
+async def _send_start(send: Send, status: int, headers: dict[str, str]) -> None:
+    pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+
+
+async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+# ---------------------------------------------------------------------------- requests in
+
+
+async def _json_body(request: Request, max_bytes: int) -> Any:
+    """The parsed body; reading stops at the limit, whatever Content-Length says."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise BodyTooLarge(f"the body has {declared} bytes; at most {max_bytes} are read")
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > max_bytes:
+            raise BodyTooLarge(f"the body has more than {max_bytes} bytes")
+    try:
+        return json.loads(bytes(body), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        what = "is nested too deeply" if isinstance(error, RecursionError) else "is not valid JSON"
+        raise BadRequest(f"the body {what}") from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+class KeyCheck:
+    """Everything but the probes needs a key: what is not listed as open is closed."""
+
+    def __init__(self, app: App, keys: frozenset[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = scope["type"] == "http" and scope["path"] in OPEN_PATHS
+        if scope["type"] == "lifespan" or is_open or self._knows(scope):
+            await self._app(scope, receive, send)
+            return
+        error = Unauthenticated("a valid API key is needed: Authorization: Bearer KEY")
+        response = _error_response(error)
+        await response(scope, receive, send)
+
+    def _knows(self, scope: Scope) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, key = given.partition(b" ")
+        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
+        return scheme.lower() == b"bearer" and any(matches)
+
+
+# ---------------------------------------------------------------------------- errors out
+
+
+def _error_headers(error: RequestFailed) -> dict[str, str]:
+    if isinstance(error, Overloaded):
+        return {"retry-after": str(math.ceil(error.retry_after_s))}
+    return {}
+
+
+def _error_response(error: RequestFailed) -> JSONResponse:
+    return JSONResponse(render.error_body(error), error.status, _error_headers(error))
+
+
+async def _on_failure(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestFailed)
+    return _error_response(error)
+
+
+async def _on_framework_error(request: Request, error: Exception) -> Response:
+    """404 and 405 of the framework itself, in the same shape as ours."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:128]
+    if error.status_code == 404:
+        return _error_response(NotFound(f"there is no {path}"))
+    if error.status_code == 405:
+        response = _error_response(MethodNotAllowed(f"{request.method} is not offered on {path}"))
+        response.headers.update(error.headers or {})
+        return response
+    return _error_response(BadRequest(str(error.detail)))
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    logger.error("unexpected error in %s", request.url.path, exc_info=error)
+    return _error_response(Internal("the server failed; its log says more"))

@@ -1,0 +1,222 @@
+"""Deltas as OpenAI's JSON, for streams and whole answers. It knows no socket and no framework."""
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from serving.api.intake import Ask
+from serving.errors import RequestFailed
+from serving.generation import Delta, Final, TokenLogprobs, TokenText, Trace, Usage
+
+DONE = b"data: [DONE]\n\n"
+Json = dict[str, Any]
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return f"data: {dumps(value)}\n\n".encode()
+
+
+def error_body(error: RequestFailed) -> Json:
+    """The only shape that errors have, on HTTP and inside streams."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.type,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def usage_object(usage: Usage) -> Json:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def evenflow_object(final: Final) -> Json:
+    """Where the answer came from and how long each part took."""
+    trace: Trace = final.trace
+    return {
+        "mode": trace.mode,
+        "workers": trace.workers,
+        "prefill_worker": trace.prefill_worker,
+        "decode_worker": trace.decode_worker,
+        "reason": trace.reason,
+        "queue_s": round(trace.queue_s, 6),
+        "prefill_s": round(trace.prefill_s, 6),
+        "transfer_s": round(trace.transfer_s, 6),
+        "decode_s": round(trace.decode_s, 6),
+        "cached_tokens": final.usage.cached_tokens,
+        "num_preemptions": trace.num_preemptions,
+        "fallback": trace.fallback or None,
+    }
+
+
+class Stream:
+    """The events of one streamed answer."""
+
+    def __init__(self, ask: Ask, model: str) -> None:
+        self._ask = ask
+        self._started: set[int] = set()
+        kind = "chat.completion.chunk" if ask.is_chat else "text_completion"
+        head = {"id": ask.generation.id, "object": kind, "created": int(time.time())}
+        self._head = "data: " + dumps({**head, "model": model})[:-1]
+
+    def events(self, delta: Delta) -> bytes:
+        """Everything to send for one delta: the role and echo before the first of a choice."""
+        parts = []
+        is_first = delta.index not in self._started
+        if is_first:
+            self._started.add(delta.index)
+            parts.append(self._first(delta.index))
+        if self._ask.is_chat:
+            choice = _chat_chunk(delta, self._ask)
+        else:
+            offset = len(_echo(self._ask, delta.index))
+            choice = _text_choice(delta.index, delta.text, [delta], self._ask, offset)
+        if is_first and self._ask.return_token_ids:
+            choice["prompt_token_ids"] = _prompt(self._ask, delta.index)
+        parts.append(self._chunk([choice], delta.final))
+        if delta.final is not None and self._ask.include_usage:
+            parts.append(self._chunk([], None, {"usage": usage_object(delta.final.usage)}))
+        return "".join(parts).encode()
+
+    def _first(self, index: int) -> str:
+        if self._ask.is_chat:
+            choice = {
+                "index": index,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+            return self._chunk([choice], None)
+        text = _echo(self._ask, index)
+        return self._chunk([_text_choice(index, text, [], self._ask, 0)], None) if text else ""
+
+    def _chunk(self, choices: list[Json], final: Final | None, more: Json | None = None) -> str:
+        body = f'{self._head},"choices":{dumps(choices)}'
+        if final is not None:
+            body += f',"evenflow":{dumps(evenflow_object(final))}'
+        if more:
+            body += "," + dumps(more)[1:-1]
+        return body + "}\n\n"
+
+
+def answer(ask: Ask, deltas: Sequence[Delta], model: str) -> Json:
+    """The whole answer of a call that was not streamed."""
+    generation = ask.generation
+    by_index: dict[int, list[Delta]] = {index: [] for index in range(generation.num_choices)}
+    for delta in deltas:
+        by_index[delta.index].append(delta)
+    final = deltas[-1].final
+    assert final is not None, "the last delta carries the final"
+    choices = []
+    for index, own in by_index.items():
+        text = "".join(delta.text for delta in own)
+        if ask.is_chat:
+            choices.append(_chat_choice(index, text, own, ask))
+        else:
+            echo = _echo(ask, index)
+            choices.append(_text_choice(index, echo + text, own, ask, len(echo)))
+        if ask.return_token_ids:
+            choices[-1]["prompt_token_ids"] = _prompt(ask, index)
+    return {
+        "id": generation.id,
+        "object": "chat.completion" if ask.is_chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": choices,
+        "usage": usage_object(final.usage),
+        "evenflow": evenflow_object(final),
+    }
+
+
+def _echo(ask: Ask, index: int) -> str:
+    return ask.echo[index // ask.generation.n] if ask.echo else ""
+
+
+def _prompt(ask: Ask, index: int) -> list[int]:
+    return list(ask.generation.prompts[index // ask.generation.n])
+
+
+def _token_ids(deltas: Iterable[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def _text_choice(index: int, text: str, deltas: list[Delta], ask: Ask, offset: int) -> Json:
+    last = deltas[-1] if deltas else None
+    entries = [entry for delta in deltas for entry in delta.logprobs]
+    choice: Json = {
+        "index": index,
+        "text": text,
+        "logprobs": _text_logprobs(entries, offset, ask.num_top) if entries else None,
+        "finish_reason": last.finish_reason if last else None,
+        "stop_reason": last.stop_reason if last else None,
+    }
+    if ask.return_token_ids:
+        choice["token_ids"] = _token_ids(deltas)
+    return choice
+
+
+def _chat_chunk(delta: Delta, ask: Ask) -> Json:
+    choice: Json = {
+        "index": delta.index,
+        "delta": {"content": delta.text} if delta.text else {},
+        "logprobs": _chat_logprobs(delta.logprobs) if delta.logprobs else None,
+        "finish_reason": delta.finish_reason,
+    }
+    if delta.finish_reason is not None:
+        choice["stop_reason"] = delta.stop_reason
+    if ask.return_token_ids:
+        choice["token_ids"] = list(delta.token_ids)
+    return choice
+
+
+def _chat_choice(index: int, text: str, deltas: list[Delta], ask: Ask) -> Json:
+    entries = [entry for delta in deltas for entry in delta.logprobs]
+    wanted = ask.generation.sampling.logprobs is not None
+    choice: Json = {
+        "index": index,
+        "message": {"role": "assistant", "content": text},
+        "logprobs": _chat_logprobs(entries) if wanted else None,
+        "finish_reason": deltas[-1].finish_reason,
+        "stop_reason": deltas[-1].stop_reason,
+    }
+    if ask.return_token_ids:
+        choice["token_ids"] = _token_ids(deltas)
+    return choice
+
+
+def _chat_logprobs(entries: Iterable[TokenLogprobs]) -> Json:
+    def token(one: TokenText) -> Json:
+        return {"token": one.text, "logprob": one.logprob, "bytes": list(one.bytes)}
+
+    content = [
+        {**token(entry.chosen), "top_logprobs": [token(one) for one in entry.top]}
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _text_logprobs(entries: Sequence[TokenLogprobs], offset: int, num_top: int) -> Json:
+    """Completions' older shape: four parallel lists."""
+    tops = [{one.text: one.logprob for one in entry.top} for entry in entries]
+    for entry, top in zip(entries, tops, strict=True):
+        if num_top:  # the chosen token is always among them
+            top.setdefault(entry.chosen.text, entry.chosen.logprob)
+    return {
+        "tokens": [entry.chosen.text for entry in entries],
+        "token_logprobs": [entry.chosen.logprob for entry in entries],
+        "top_logprobs": tops if num_top else None,
+        "text_offset": [offset + entry.offset for entry in entries],
+    }

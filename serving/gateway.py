@@ -1,0 +1,450 @@
+"""A call's life between the front door and the workers: admit, route, submit, replay, let go.
+
+It knows neither HTTP nor gRPC (``serving.api`` does) nor how tokens travel (``Pools`` does).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from kvtransfer.core.handle import KVHandle
+from serving.choice import Choice
+from serving.core.admission import admit
+from serving.core.inflight import InFlight
+from serving.core.router import NoRoute, ReplicaView, RouteDecision, route
+from serving.errors import (
+    Aborted,
+    BadRequest,
+    Internal,
+    NoCapacity,
+    Overloaded,
+    PromptTooLong,
+    RequestFailed,
+    Unavailable,
+)
+from serving.generation import Delta, Final, Generation, Trace, Usage
+from serving.metrics import Metrics
+from serving.pools import Pools, Submission, WorkerLost, WorkerView
+from serving.state import MemoryStore, StateStore
+from serving.tokenizer import Tokenizer
+from workers.core.output import Output, Timing
+from workers.core.request import Request
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3  # workers that one sequence may lose
+EXPLAIN_S = 600.0  # how long the trace of a finished request is kept
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The longest sequence that the attached workers take."""
+
+    max_model_len: int
+    pool_tokens: int  # of the largest empty pool
+    common_tokens: int  # what every worker takes, by context and pool
+
+
+@dataclass(slots=True, eq=False)
+class _Seq:
+    """One answer on its way, and the workers that may hold something of it."""
+
+    request: Request
+    generation: Generation
+    trace: Trace = field(default_factory=Trace)
+    output: list[int] = field(default_factory=list)
+    handle: KVHandle | None = None
+    touched: list[str] = field(default_factory=list)  # workers to abort when it ends
+    lost: list[str] = field(default_factory=list)
+    first_at: float = 0.0
+    last_at: float = 0.0
+    is_answered: bool = False  # has a token, or is over: no longer waiting
+
+    def submission(self, hand_off: bool) -> Submission:
+        handle, self.handle = self.handle, None
+        return Submission(self.request, tuple(self.output), hand_off, handle)
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One running generation; its choices' tasks fill ``deltas``."""
+
+    generation: Generation
+    seqs: list[_Seq]
+    deltas: "asyncio.Queue[Delta | RequestFailed]" = field(default_factory=asyncio.Queue)
+    tasks: "list[asyncio.Task[None]]" = field(default_factory=list)
+    outcome: str = "running"
+
+
+class Gateway:
+    """Lives on one event loop. Owns every task that it starts, for as long as the call lives."""
+
+    def __init__(
+        self,
+        pools: Pools,
+        tokenizer: Tokenizer,
+        *,
+        model: str,
+        max_queue: int = 256,
+        store: StateStore | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pools = pools
+        self.tokenizer = tokenizer
+        self.model = model
+        self.clock = clock
+        self.metrics = Metrics(model, pools.workers)
+        self._max_queue = max_queue
+        self._store: StateStore = store or MemoryStore()
+        self._calls: dict[str, _Call] = {}
+        self._in_flight = InFlight()
+        self._num_unanswered = 0  # sequences without a token yet
+        self._is_draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # ------------------------------------------------------------------ one call
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
+        """Deltas of all choices as they come; the last one has the final. Raises RequestFailed.
+
+        Closing the iterator, at any time, ends the call on every worker: use ``aclosing``.
+        """
+        call = self._admit(generation)
+        try:
+            call.tasks = [
+                asyncio.create_task(self._answer(call, index)) for index in range(len(call.seqs))
+            ]
+            num_open = len(call.seqs)
+            while num_open:
+                delta = await call.deltas.get()
+                if isinstance(delta, RequestFailed):
+                    raise delta
+                num_open -= delta.finish_reason is not None
+                yield delta if num_open else replace(delta, final=self._final(call))
+        except RequestFailed as error:
+            if not isinstance(error, Aborted):
+                self.metrics.failed(type(error).__name__)
+            call.outcome = "aborted" if isinstance(error, Aborted) else f"failed: {error.message}"
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            call.outcome = "aborted" if call.outcome == "running" else call.outcome
+            raise
+        finally:
+            await self._end(call)
+
+    async def _answer(self, call: _Call, index: int) -> None:
+        """One choice from start to end: its deltas, or the error that ends the call."""
+        seq = call.seqs[index]
+        choice = Choice(call.generation, index, self.tokenizer)
+        try:
+            async with aclosing(self._outputs(seq)) as outputs:
+                async for output in outputs:
+                    delta = self._take(seq, choice, output)
+                    if delta is None:
+                        continue
+                    if delta.finish_reason is not None:
+                        self._finish(seq, delta.finish_reason)
+                    call.deltas.put_nowait(delta)
+                    if delta.finish_reason is not None:
+                        return
+            raise Internal(f"request {call.generation.id}: its worker stopped without a reason")
+        except RequestFailed as error:
+            call.deltas.put_nowait(error)
+        except Exception:
+            logger.exception("request %s failed", call.generation.id)
+            call.deltas.put_nowait(Internal(f"request {call.generation.id} failed in the gateway"))
+        finally:
+            self._let_go(seq)
+
+    async def _outputs(self, seq: _Seq) -> AsyncGenerator[Output, None]:
+        """Everything that workers say about one sequence, wherever it runs."""
+        while True:
+            decision = self._route(seq)
+            worker, hand_off = decision.prefill, decision.is_split
+            try:
+                while True:
+                    async with aclosing(self._run(worker, seq, hand_off)) as outputs:
+                        async for output in outputs:
+                            yield output
+                    if seq.handle is None:
+                        return
+                    worker = decision.decode if hand_off else self._elsewhere(seq, worker)
+                    hand_off = False
+            except WorkerLost as error:
+                self._lose(seq, worker, error)
+
+    async def _run(self, worker: str, seq: _Seq, hand_off: bool) -> AsyncGenerator[Output, None]:
+        """What one worker contributes: ends with a finish_reason, or with ``seq.handle`` set."""
+        view = self._view(worker)
+        tokens = 0 if seq.handle else len(seq.request.prompt) + len(seq.output)
+        self._in_flight.add(worker, seq.request.id, tokens, view.load, self.clock())
+        for names in (seq.touched, seq.trace.workers):
+            if worker not in names:
+                names.append(worker)
+        timing = Timing()  # as this worker last told it
+        try:
+            async with aclosing(self.pools.submit(worker, seq.submission(hand_off))) as stream:
+                async for output in stream:
+                    self._in_flight.remove(worker, seq.request.id)
+                    if output.timing is not None:
+                        _note_timing(seq.trace, timing, output.timing)
+                        timing = output.timing
+                    seq.handle = output.handle
+                    if output.finish_reason is not None and worker in seq.touched:
+                        seq.touched.remove(worker)  # nothing of it is left there
+                    yield output
+        finally:
+            self._in_flight.remove(worker, seq.request.id)
+
+    # ------------------------------------------------------------------ its turns
+
+    def _admit(self, generation: Generation) -> _Call:
+        workers = self.pools.workers()
+        if self._is_draining:
+            raise Unavailable("this server is shutting down")
+        if not workers:
+            raise Unavailable("no worker is attached yet; see /ready")
+        if generation.id in self._calls:
+            raise BadRequest(f"a request with id {generation.id!r} is running", "request_id")
+        refusal = admit(
+            [w.load for w in workers], self._num_unanswered, generation.num_choices, self._max_queue
+        )
+        if refusal is not None:
+            self.metrics.failed("Overloaded")
+            raise Overloaded(f"overloaded: {refusal.reason}", refusal.retry_after_s)
+        call = _Call(generation, [_seq(generation, i) for i in range(generation.num_choices)])
+        self._calls[generation.id] = call
+        self._num_unanswered += len(call.seqs)
+        self._idle.clear()
+        self.metrics.arrived(sum(len(prompt) for prompt in generation.prompts))
+        return call
+
+    def _route(self, seq: _Seq, avoid: tuple[str, ...] = ()) -> RouteDecision:
+        request, generation = seq.request, seq.generation
+        num_tokens = len(request.prompt) + len(seq.output)
+        now = self.clock()
+        try:
+            decision = route(
+                num_tokens,
+                request.max_tokens_total,
+                [self._replica(view, now) for view in self.pools.workers()],
+                mode=generation.mode,
+                pinned=() if seq.lost or avoid else generation.pinned,
+                avoid=(*seq.lost, *avoid),
+            )
+        except NoRoute as error:
+            if error.too_long:
+                raise PromptTooLong(str(error), "prompt") from error
+            raise NoCapacity(str(error)) from error
+        trace = seq.trace
+        trace.mode, trace.reason = decision.mode, decision.reason
+        trace.prefill_worker, trace.decode_worker = decision.prefill, decision.decode
+        trace.candidates = [{**asdict(c), "cost": c.cost} for c in decision.candidates]
+        if not seq.output:
+            self.metrics.routed(decision.mode)
+        return decision
+
+    def _elsewhere(self, seq: _Seq, source: str) -> str:
+        """Where a sequence goes on whose worker handed it off unasked, because it is leaving."""
+        handle = seq.handle
+        decision = self._route(seq, avoid=(source,))
+        seq.handle = handle
+        return decision.decode
+
+    def _take(self, seq: _Seq, choice: Choice, output: Output) -> Delta | None:
+        """Account for one output and turn it into text. Raises RequestFailed."""
+        if output.fallback is not None:
+            seq.trace.fallback = output.fallback
+            self.metrics.fell_back("transfer")
+        if output.finish_reason == "error":
+            raise Internal(f"request {seq.generation.id} failed on its worker: {output.error}")
+        if output.finish_reason == "abort":
+            raise Aborted(f"request {seq.generation.id} was aborted")
+        if output.token is None:
+            return choice.end(output.finish_reason) if output.finish_reason else None
+        delta = choice.feed(output.token, output.finish_reason)
+        seq.output.append(output.token.id)
+        self._note_token(seq)
+        return delta
+
+    def _note_token(self, seq: _Seq) -> None:
+        now = self.clock()
+        if seq.first_at:
+            self.metrics.next_token(now - seq.last_at)
+        else:
+            seq.first_at = now
+            self.metrics.first_token(now - seq.generation.arrived_at)
+            self._note_answered(seq)
+        seq.last_at = now
+
+    def _note_answered(self, seq: _Seq) -> None:
+        if not seq.is_answered:
+            seq.is_answered = True
+            self._num_unanswered -= 1
+
+    def _lose(self, seq: _Seq, worker: str, error: WorkerLost) -> None:
+        """Forget where the sequence was; what the client has is kept and goes into the replay."""
+        logger.warning("request %s: %s", seq.request.id, error)
+        self._let_go(seq)
+        seq.handle = None
+        seq.lost.append(worker)
+        seq.trace.fallback = f"{worker} was lost after {len(seq.output)} tokens; replayed"
+        self.metrics.fell_back("worker lost")
+        if len(seq.lost) >= MAX_ATTEMPTS:
+            raise Unavailable(f"{len(seq.lost)} workers were lost one after another") from error
+
+    def _finish(self, seq: _Seq, reason: str) -> None:
+        """The answer is complete. What a worker still computes for it is stopped."""
+        self._let_go(seq)
+        trace = seq.trace
+        trace.outcome = reason
+        trace.decode_s = max(0.0, seq.last_at - seq.first_at - trace.transfer_s)
+        self.metrics.finished(reason, self.clock() - seq.generation.arrived_at, trace)
+
+    def _let_go(self, seq: _Seq) -> None:
+        """Tell every worker that may hold pages of it. Idempotent."""
+        for worker in seq.touched:
+            self.pools.abort(worker, seq.request.id)
+        seq.touched.clear()
+
+    def _final(self, call: _Call) -> Final:
+        trace = call.seqs[0].trace
+        for seq in call.seqs[1:]:
+            trace.workers.extend(w for w in seq.trace.workers if w not in trace.workers)
+            trace.fallback = trace.fallback or seq.trace.fallback
+        call.outcome = trace.outcome
+        return Final(_usage(call), trace)
+
+    async def _end(self, call: _Call) -> None:
+        """However the call ended: nothing of it is left on a worker or here."""
+        for seq in call.seqs:
+            self._let_go(seq)
+            self._note_answered(seq)
+        for task in call.tasks:
+            task.cancel()
+        self._calls.pop(call.generation.id, None)
+        if not self._calls:
+            self._idle.set()
+        if call.outcome == "aborted":
+            self.metrics.aborted()
+        await asyncio.gather(*call.tasks, return_exceptions=True)
+        await self._store.set(f"request:{call.generation.id}", _explanation(call), EXPLAIN_S)
+
+    # ------------------------------------------------------------------ what others ask
+
+    def abort(self, request_id: str) -> bool:
+        """End a running call; its stream gets Aborted. False when there is none."""
+        call = self._calls.get(request_id)
+        if call is None:
+            return False
+        for seq in call.seqs:
+            self._let_go(seq)
+        for task in call.tasks:
+            task.cancel()
+        call.deltas.put_nowait(Aborted(f"request {request_id} was aborted"))
+        return True
+
+    def mode(self, request_id: str) -> str:
+        """In which mode a running call runs; "" before it is routed."""
+        call = self._calls.get(request_id)
+        return call.seqs[0].trace.mode if call else ""
+
+    async def explain(self, request_id: str) -> dict[str, Any] | None:
+        """The trace of a running or recent call."""
+        call = self._calls.get(request_id)
+        if call is not None:
+            return _explanation(call)
+        stored = await self._store.get(f"request:{request_id}")
+        return None if stored is None else dict(stored)
+
+    def limits(self) -> Limits:
+        """Raises Unavailable while no worker is attached."""
+        workers = self.pools.workers()
+        if not workers:
+            raise Unavailable("no worker is attached yet; see /ready")
+        return Limits(
+            max_model_len=max(w.max_model_len for w in workers),
+            pool_tokens=max(w.num_pages * w.page_size for w in workers),
+            common_tokens=min(_capacity(w) for w in workers),
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        return not self._is_draining and bool(self.pools.workers())
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new calls and wait for the running ones; False when some are left."""
+        self._is_draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def _view(self, worker: str) -> WorkerView:
+        for view in self.pools.workers():
+            if view.id == worker:
+                return view
+        raise WorkerLost(f"{worker} is gone")
+
+    def _replica(self, view: WorkerView, now: float) -> ReplicaView:
+        unreported = self._in_flight.unreported(view.id, view.load, now)
+        return ReplicaView(
+            id=view.id,
+            role=view.role,
+            capacity=_capacity(view),
+            queued_tokens=view.load.queued_tokens + sum(unreported),
+            decode_seqs=view.load.decode_seqs,
+            waiting_seqs=view.load.waiting_seqs + len(unreported),
+        )
+
+
+def _seq(generation: Generation, index: int) -> _Seq:
+    seed = (generation.sampling.seed + index % generation.n) % 2**64
+    request = Request(
+        id=generation.key if generation.num_choices == 1 else f"{generation.key}-{index}",
+        prompt=generation.prompts[index // generation.n],
+        sampling=replace(generation.sampling, seed=seed),
+        slo=generation.slo,
+        arrived_at=generation.arrived_at,
+        priority=generation.priority,
+    )
+    return _Seq(request, generation)
+
+
+def _capacity(view: WorkerView) -> int:
+    """Tokens of one sequence that the worker can hold."""
+    return min(view.num_pages * view.page_size, view.max_model_len)
+
+
+def _note_timing(trace: Trace, before: Timing, now: Timing) -> None:
+    """Workers tell totals, with their first and their last token."""
+    trace.queue_s += now.queue_s - before.queue_s
+    trace.prefill_s += now.prefill_s - before.prefill_s
+    trace.transfer_s += now.transfer_s - before.transfer_s
+    trace.num_preemptions += now.num_preemptions - before.num_preemptions
+
+
+def _usage(call: _Call) -> Usage:
+    return Usage(
+        prompt_tokens=sum(len(prompt) for prompt in call.generation.prompts),
+        completion_tokens=sum(len(seq.output) for seq in call.seqs),
+    )
+
+
+def _explanation(call: _Call) -> dict[str, Any]:
+    return {
+        "request_id": call.generation.id,
+        **asdict(call.seqs[0].trace),
+        "outcome": call.outcome,
+        "usage": asdict(_usage(call)),
+    }

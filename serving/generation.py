@@ -1,0 +1,99 @@
+"""What a client asked for, checked, and what it gets back. Plain values; no text is made here."""
+
+from dataclasses import dataclass, field
+
+from workers.core.request import SLO, Sampling
+
+AUTO, MIXED, DISAGGREGATED = "auto", "mixed", "disaggregated"
+MODES = (AUTO, MIXED, DISAGGREGATED)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One call: one or more prompts, n answers to each. ``serving.api.intake`` makes it."""
+
+    id: str  # the client's name for it
+    key: str  # names its sequences on workers: unique whatever the client chose
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: Sampling  # the first answer's; answer j of a prompt uses seed + j
+    arrived_at: float  # on the gateway's clock
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False  # leave the matched stop string in the text
+    stop_token_ids: frozenset[int] = frozenset()  # the client's own, part of sampling.stop_ids
+    mode: str = AUTO
+    pinned: tuple[str, ...] = ()  # worker ids, prefill first: for tests
+    slo: SLO = field(default_factory=SLO)
+    priority: int = 0
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """A token as clients read it."""
+
+    id: int
+    text: str  # "bytes:\\xf0\\x9f" when the bytes alone are no text
+    bytes: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The chosen token and its alternatives, most likely first."""
+
+    chosen: TokenText
+    top: tuple[TokenText, ...] = ()
+    offset: int = 0  # characters of this choice's text before it
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Each prompt counted once, the completions summed."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Trace:
+    """Where a request ran, why, and how long each part took. Filled in as it happens."""
+
+    mode: str = ""
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    reason: str = ""
+    workers: list[str] = field(default_factory=list)  # every one that was asked, in order
+    candidates: list[dict[str, object]] = field(default_factory=list)
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    decode_s: float = 0.0  # first token to last, without the transfer
+    num_preemptions: int = 0
+    fallback: str = ""  # why KV was computed twice; "" when it was not
+    outcome: str = "running"
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """With the last delta of a call. The trace is that of the first choice."""
+
+    usage: Usage
+    trace: Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What came next for one choice. Has text, or a finish_reason, or both."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]  # the tokens since the last delta, those that made no text included
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str | None = None  # "stop" or "length"
+    stop_reason: str | int | None = None  # the stop string or stop token id that matched
+    final: Final | None = None

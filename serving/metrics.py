@@ -1,0 +1,179 @@
+"""What dashboards read: vLLM's names for what every engine has, evenflow_* for the rest.
+
+Counters and histograms are fed by the gateway, so every latency starts at arrival in the front
+door. Gauges are read from the workers' last reports when somebody scrapes.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from serving.generation import Trace
+from serving.pools import WorkerView
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
+)
+ITL_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
+    *(0.75, 1.0, 2.5, 5.0, 10.0),
+)
+REQUEST_BUCKETS = (
+    *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
+    *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
+)
+
+
+class Metrics:
+    """One registry per front door. Cheap enough for every token."""
+
+    def __init__(self, model: str, workers: Callable[[], Sequence[WorkerView]]) -> None:
+        self._model = model
+        self._registry = CollectorRegistry()
+        self._registry.register(_WorkerGauges(model, workers))
+        self._ttft = self._histogram(
+            "vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS
+        )
+        self._itl = self._histogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens.", ITL_BUCKETS
+        )
+        self._e2e = self._histogram(
+            "vllm:e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS
+        )
+        self._queue = self._histogram(
+            "vllm:request_queue_time_seconds", "Waiting on workers.", REQUEST_BUCKETS
+        )
+        self._prefill = self._histogram(
+            "vllm:request_prefill_time_seconds", "Computing the prompt.", REQUEST_BUCKETS
+        )
+        self._decode = self._histogram(
+            "vllm:request_decode_time_seconds", "First token to last.", REQUEST_BUCKETS
+        )
+        self._transfer = self._histogram(
+            "evenflow_request_transfer_time_seconds", "Moving KV between workers.", TTFT_BUCKETS
+        )
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens received.")
+        self._tokens = self._counter("vllm:generation_tokens", "Tokens sampled.")
+        self._finished = self._labelled(
+            "vllm:request_success", "Answers that ended as they should.", "finished_reason"
+        )
+        self._routed = self._labelled("evenflow_requests", "Sequences by mode.", "mode")
+        self._fallbacks = self._labelled(
+            "evenflow_fallbacks", "Sequences computed again, by cause.", "cause"
+        )
+        self._failed = self._labelled("evenflow_request_failures", "Calls by error.", "error")
+        self._aborted = self._counter(
+            "evenflow_requests_aborted", "Calls that their client or an Abort ended."
+        )
+        self._ignored = self._counter(
+            "evenflow_ignored_fields", "Unknown request fields, which are ignored."
+        )
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def arrived(self, num_prompt_tokens: int) -> None:
+        self._prompt_tokens.inc(num_prompt_tokens)
+
+    def routed(self, mode: str) -> None:
+        self._routed.labels(self._model, mode).inc()
+
+    def first_token(self, ttft_s: float) -> None:
+        self._ttft.observe(ttft_s)
+        self._tokens.inc()
+
+    def next_token(self, itl_s: float) -> None:
+        self._itl.observe(itl_s)
+        self._tokens.inc()
+
+    def finished(self, reason: str, e2e_s: float, trace: Trace) -> None:
+        """One answer is complete."""
+        self._finished.labels(self._model, reason).inc()
+        self._e2e.observe(e2e_s)
+        self._queue.observe(trace.queue_s)
+        self._prefill.observe(trace.prefill_s)
+        self._decode.observe(trace.decode_s)
+        if trace.mode == "disaggregated":
+            self._transfer.observe(trace.transfer_s)
+
+    def fell_back(self, cause: str) -> None:
+        """``cause``: "transfer" or "worker lost"."""
+        self._fallbacks.labels(self._model, cause).inc()
+
+    def failed(self, error: str) -> None:
+        self._failed.labels(self._model, error).inc()
+
+    def aborted(self) -> None:
+        self._aborted.inc()
+
+    def ignored(self, num_fields: int) -> None:
+        self._ignored.inc(num_fields)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        metric = Histogram(name, text, ["model_name"], registry=self._registry, buckets=buckets)
+        return metric.labels(self._model)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ["model_name"], registry=self._registry).labels(self._model)
+
+    def _labelled(self, name: str, text: str, label: str) -> Counter:
+        return Counter(name, text, ["model_name", label], registry=self._registry)
+
+
+class _WorkerGauges(Collector):
+    """The workers' last reports, read at scrape time."""
+
+    def __init__(self, model: str, workers: Callable[[], Sequence[WorkerView]]) -> None:
+        self._model = model
+        self._workers = workers
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        return iter(())  # registered before any worker is attached
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        workers = list(self._workers())
+        yield from self._totals(workers)
+        yield from self._each(workers)
+
+    def _totals(
+        self, workers: Sequence[WorkerView]
+    ) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        pages = sum(w.load.num_pages for w in workers)
+        used = pages - sum(w.load.free_pages for w in workers)
+        gauges = {
+            "vllm:num_requests_running": sum(w.load.running_seqs for w in workers),
+            "vllm:num_requests_waiting": sum(w.load.waiting_seqs for w in workers),
+            "vllm:kv_cache_usage_perc": used / pages if pages else 0.0,
+        }
+        for name, value in gauges.items():
+            gauge = GaugeMetricFamily(name, "Over all workers.", labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        preemptions = CounterMetricFamily(
+            "vllm:num_preemptions", "Over all attached workers.", labels=["model_name"]
+        )
+        preemptions.add_metric([self._model], sum(w.load.num_preemptions for w in workers))
+        yield preemptions
+
+    def _each(self, workers: Sequence[WorkerView]) -> Iterator[GaugeMetricFamily]:
+        labels = ["model_name", "worker", "role"]
+        for name, field in (
+            ("evenflow_worker_running_seqs", "running_seqs"),
+            ("evenflow_worker_decode_seqs", "decode_seqs"),
+            ("evenflow_worker_waiting_seqs", "waiting_seqs"),
+            ("evenflow_worker_queued_tokens", "queued_tokens"),
+            ("evenflow_worker_free_pages", "free_pages"),
+            ("evenflow_worker_leased_pages", "leased_pages"),
+            ("evenflow_worker_pages", "num_pages"),
+            ("evenflow_worker_steps", "step"),
+            ("evenflow_worker_step_seconds", "step_s"),
+        ):
+            gauge = GaugeMetricFamily(name, "As last reported.", labels=labels)
+            for w in workers:
+                gauge.add_metric([self._model, w.id, w.role], getattr(w.load, field))
+            yield gauge
