@@ -18,6 +18,7 @@ class Fields:
         self._body = body
         self._path = path
         self._known: set[str] = set()
+        self._sections: list[Fields] = []
 
     def name(self, field: str) -> str:
         return f"{self._path}{field}"
@@ -27,7 +28,9 @@ class Fields:
         return self._body.get(field)
 
     def unknown(self) -> list[str]:
-        return sorted(set(self._body) - self._known)
+        """Full names, those of nested objects included."""
+        own = [self.name(field) for field in self._body if field not in self._known]
+        return own + [name for section in self._sections for name in section.unknown()]
 
     def integer(self, field: str, default: int, low: int, high: int) -> int:
         value = self.optional_integer(field, low, high)
@@ -84,7 +87,9 @@ class Fields:
             value = {}
         if not isinstance(value, Mapping):
             raise self.wrong(field, "must be an object")
-        return Fields(value, f"{self.name(field)}.")
+        nested = Fields(value, f"{self.name(field)}.")
+        self._sections.append(nested)
+        return nested
 
     def wrong(self, field: str, what: str) -> BadRequest:
         return wrong(self.name(field), what)

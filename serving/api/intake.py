@@ -8,41 +8,25 @@ import logging
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from serving.api.fields import Fields, as_text, is_number, wrong
+from serving.api.fields import Fields, as_text, wrong
+from serving.api.options import MAX_LOGPROBS, MAX_TOKENS, Options, read_options, token_ids
+from serving.api.settings import FrontSettings
 from serving.errors import BadRequest, ModelNotFound, PromptTooLong
 from serving.gateway import Gateway, Limits
-from serving.generation import AUTO, MODES, Generation
+from serving.generation import Generation
 from serving.tokenizer import TemplateFailed
-from workers.core.request import SLO, Sampling
 
 logger = logging.getLogger(__name__)
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
-MAX_LOGPROBS = 20
-MAX_STOPS, MAX_STOP_CHARS = 16, 256
-MAX_STOP_IDS = 256
-MAX_PROMPTS = 256  # in one call
+MAX_PROMPTS = 256  # in one call, and answers to them
 INLINE_CHARS = 2_000  # longer texts are encoded on a thread
-MAX_TOKENS = 2**31 - 1
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 # Read by clients or proxies only: accepted, and of no effect here.
 IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier")
-
-
-@dataclass(frozen=True, slots=True)
-class FrontSettings:
-    """What an operator decides about the front door."""
-
-    model: str  # the name that clients use
-    aliases: frozenset[str] = frozenset()
-    max_body_bytes: int = 32 << 20
-    max_n: int = 16
-    slo: SLO = field(default_factory=SLO)
-    debug: bool = False  # requests may pin their workers
-    api_keys: frozenset[str] = frozenset()  # empty: everybody may
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +66,17 @@ class Intake:
         if fields.text("suffix"):
             raise wrong("suffix", "is not offered: this model cannot fill in the middle")
         prompts, texts = await self._prompts(fields.raw("prompt"), echo)
-        shape = self._shape(fields)
-        best_of = fields.optional_integer("best_of", 1, self.settings.max_n)
-        if best_of is not None and best_of != shape.n:
-            raise wrong("best_of", "must equal n")
         max_tokens = fields.integer("max_tokens", COMPLETION_MAX_TOKENS, 1, MAX_TOKENS)
-        generation = self._generation(
-            fields, shape, prompts, max_tokens, logprobs, limits, headers or {}, arrived_at,
-            _names("cmpl", request_id),
-        )  # fmt: skip
+        for prompt in prompts:
+            self._check_prompt(prompt, "prompt", limits)
+            self._check_total(prompt, max_tokens, limits)
+        options = self._options(fields, headers, max_tokens, logprobs)
+        best_of = fields.optional_integer("best_of", 1, self.settings.max_n)
+        if best_of is not None and best_of != options.n:
+            raise wrong("best_of", "must equal n")
         return_token_ids = fields.flag("return_token_ids")
-        self._count_unknown(fields)
+        names = _names("cmpl", request_id)
+        generation = self._generation(fields, names, prompts, options, arrived_at)
         return Ask(generation, False, stream, include_usage, return_token_ids, texts, logprobs or 0)
 
     async def chat(
@@ -113,16 +97,14 @@ class Intake:
         messages = self._messages(fields.raw("messages"))
         prompt = await self.render(messages)
         self._check_prompt(prompt, "messages", limits)
-        room = _room(len(prompt), limits)
         asked = fields.optional_integer("max_completion_tokens", 1, MAX_TOKENS)
-        max_tokens = fields.optional_integer("max_tokens", 1, MAX_TOKENS)
-        max_tokens = asked or max_tokens or room
-        generation = self._generation(
-            fields, self._shape(fields), (prompt,), max_tokens, logprobs, limits, headers or {},
-            arrived_at, _names("chatcmpl", request_id),
-        )  # fmt: skip
+        asked = asked or fields.optional_integer("max_tokens", 1, MAX_TOKENS)
+        max_tokens = asked or _room(len(prompt), limits)
+        self._check_total(prompt, max_tokens, limits)
+        options = self._options(fields, headers, max_tokens, logprobs)
         return_token_ids = fields.flag("return_token_ids")
-        self._count_unknown(fields)
+        names = _names("chatcmpl", request_id)
+        generation = self._generation(fields, names, (prompt,), options, arrived_at)
         return Ask(generation, True, stream, include_usage, return_token_ids, (), logprobs or 0)
 
     async def tokenize(self, body: Any) -> tuple[int, ...]:
@@ -141,9 +123,8 @@ class Intake:
         fields = _fields(body)
         self.check_model(fields.text("model"))
         ids = fields.raw("tokens")
-        if not isinstance(ids, Sequence) or isinstance(ids, str):
-            raise wrong("tokens", "must be a list of token ids")
-        return self._tokenizer.decode(self._ids(ids, "tokens"), skip_special_tokens=False)
+        checked = token_ids(ids, self._tokenizer.vocab_size, "tokens")
+        return self._tokenizer.decode(checked, skip_special_tokens=False)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         encode = self._tokenizer.encode
@@ -183,7 +164,7 @@ class Intake:
                 text = as_text(item, "prompt")
                 one = await self.encode(text, add_special_tokens=True)
             elif isinstance(item, Sequence):
-                one = self._ids(item, "prompt")
+                one = token_ids(item, self._tokenizer.vocab_size, "prompt")
                 text = self._tokenizer.decode(one, skip_special_tokens=False) if echo else ""
             else:
                 raise wrong("prompt", "mixes token ids with other things")
@@ -192,16 +173,6 @@ class Intake:
             ids.append(one)
             texts.append(text)
         return tuple(ids), tuple(texts) if echo else ()
-
-    def _ids(self, ids: Sequence[Any], param: str) -> tuple[int, ...]:
-        vocab_size = self._tokenizer.vocab_size
-        for value in ids:
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise wrong(param, "must hold integers only where it holds token ids")
-            if not 0 <= value < vocab_size:
-                shown = value if abs(value) < 2**63 else "a number"
-                raise wrong(param, f"holds {shown}, outside the vocabulary of {vocab_size} tokens")
-        return tuple(ids)
 
     def _messages(self, messages: Any) -> list[dict[str, Any]]:
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
@@ -258,149 +229,55 @@ class Intake:
                 "max_tokens",
             )
 
-    # ------------------------------------------------------------------ options
-
-    def _shape(self, fields: Fields) -> "_Shape":
-        seed = fields.optional_integer("seed", -(2**63), 2**64 - 1)
-        stop_ids = fields.raw("stop_token_ids")
-        if stop_ids is not None and (
-            isinstance(stop_ids, str) or not isinstance(stop_ids, Sequence)
-        ):
-            raise fields.wrong("stop_token_ids", "must be a list of token ids")
-        if stop_ids and len(stop_ids) > MAX_STOP_IDS:
-            raise fields.wrong("stop_token_ids", f"may hold at most {MAX_STOP_IDS} ids")
-        return _Shape(
-            n=fields.integer("n", 1, 1, self.settings.max_n),
-            seed=secrets.randbits(63) if seed is None else seed % 2**64,
-            stop=_stops(fields.raw("stop")),
-            stop_ids=frozenset(self._ids(stop_ids or (), "stop_token_ids")),
-            ignore_eos=fields.flag("ignore_eos"),
+    def _options(
+        self,
+        fields: Fields,
+        headers: Mapping[str, str] | None,
+        max_tokens: int,
+        logprobs: int | None,
+    ) -> Options:
+        return read_options(
+            fields,
+            headers or {},
+            self.settings,
+            self._tokenizer,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
         )
 
     def _generation(
         self,
         fields: Fields,
-        shape: "_Shape",
-        prompts: tuple[tuple[int, ...], ...],
-        max_tokens: int,
-        logprobs: int | None,
-        limits: Limits,
-        headers: Mapping[str, str],
-        arrived_at: float,
         names: tuple[str, str],
+        prompts: tuple[tuple[int, ...], ...],
+        options: Options,
+        arrived_at: float,
     ) -> Generation:
-        for prompt in prompts:
-            self._check_prompt(prompt, "prompt", limits)
-            self._check_total(prompt, max_tokens, limits)
-        if len(prompts) * shape.n > MAX_PROMPTS:
+        if len(prompts) * options.n > MAX_PROMPTS:
             raise wrong("n", f"times the number of prompts must be at most {MAX_PROMPTS}")
-        sampling = Sampling(
-            max_tokens=max_tokens,
-            min_tokens=fields.integer("min_tokens", 0, 0, max_tokens),
-            temperature=fields.number("temperature", 1.0, 0.0, 2.0),
-            top_p=_top_p(fields),
-            top_k=max(0, fields.integer("top_k", 0, -1, 2**31 - 1)),
-            min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-            seed=shape.seed,
-            presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
-            frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
-            repetition_penalty=_repetition_penalty(fields),
-            logit_bias=self._logit_bias(fields),
-            stop_ids=shape.stop_ids | (frozenset() if shape.ignore_eos else self._eos_ids),
-            logprobs=logprobs,
-        )
-        id, key = names
+        self._count_unknown(fields)
         return Generation(
-            id=id,
-            key=key,
+            id=names[0],
+            key=names[1],
             prompts=prompts,
-            sampling=sampling,
             arrived_at=arrived_at,
-            n=shape.n,
-            stop=shape.stop,
-            include_stop=fields.flag("include_stop_str_in_output"),
-            stop_token_ids=shape.stop_ids,
-            **self._placement(fields, headers),
+            sampling=options.sampling,
+            n=options.n,
+            stop=options.stop,
+            include_stop=options.include_stop,
+            stop_token_ids=options.stop_token_ids,
+            mode=options.mode,
+            pinned=options.pinned,
+            slo=options.slo,
+            priority=options.priority,
         )
-
-    @property
-    def _eos_ids(self) -> frozenset[int]:
-        return self._tokenizer.eos_ids
-
-    def _logit_bias(self, fields: Fields) -> tuple[tuple[int, float], ...]:
-        value = fields.raw("logit_bias")
-        if value is None:
-            return ()
-        if not isinstance(value, Mapping):
-            raise wrong("logit_bias", "must map token ids to numbers")
-        biases = {}
-        for key, bias in value.items():
-            if not re.fullmatch(r"[0-9]{1,10}", str(key)):
-                raise wrong("logit_bias", "has a key that is not a token id")
-            if int(key) >= self._tokenizer.vocab_size:
-                size = self._tokenizer.vocab_size
-                raise wrong("logit_bias", f"has {key}, outside the vocabulary of {size} tokens")
-            if not is_number(bias) or not -100 <= bias <= 100:
-                raise wrong("logit_bias", "has a value that is not between -100 and 100")
-            biases[int(key)] = float(bias)
-        return tuple(biases.items())
-
-    def _placement(self, fields: Fields, headers: Mapping[str, str]) -> dict[str, Any]:
-        """Mode, objectives, priority and pinned workers, from the body or else from headers."""
-        ours = fields.section("evenflow")
-        slo = ours.section("slo")
-        default = self.settings.slo
-        mode = ours.text("mode") or headers.get("x-evenflow-mode", "") or AUTO
-        if mode not in MODES:
-            raise wrong("evenflow.mode", f"must be one of {', '.join(MODES)}")
-        ttft_ms = _objective(slo, "ttft_ms", headers.get("x-slo-ttft-ms"))
-        itl_ms = _objective(slo, "itl_ms", headers.get("x-slo-itl-ms"))
-        priority = fields.integer("priority", 0, -(2**31), 2**31 - 1)
-        placement = {
-            "mode": mode,
-            "slo": SLO(
-                default.ttft_s if ttft_ms is None else ttft_ms / 1e3,
-                default.itl_s if itl_ms is None else itl_ms / 1e3,
-            ),
-            "priority": ours.integer("priority", priority, -(2**31), 2**31 - 1),
-            "pinned": self._pinned(ours.raw("worker"), headers.get("x-evenflow-worker", "")),
-        }
-        self._count_unknown(slo)
-        self._count_unknown(ours)
-        return placement
-
-    def _pinned(self, workers: Any, header: str) -> tuple[str, ...]:
-        param = "evenflow.worker"
-        if workers is None:
-            workers = [name.strip() for name in header.split(",") if name.strip()]
-        if isinstance(workers, str):
-            workers = [workers]
-        if not isinstance(workers, Sequence):
-            raise wrong(param, "must be a worker id, or two: prefill and decode")
-        names = tuple(as_text(worker, param) for worker in workers)
-        if names and not self.settings.debug:
-            raise wrong(param, "is for tests: this server was not started with debug on")
-        if len(names) > 2:
-            raise wrong(param, "names more than two workers")
-        return names
 
     def _count_unknown(self, fields: Fields) -> None:
         for name in IGNORED:
             fields.raw(name)
         if unknown := fields.unknown():
             self.gateway.metrics.ignored(len(unknown))
-            logger.debug("ignored fields: %s", ", ".join(fields.name(u)[:64] for u in unknown[:16]))
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """The options that are not the engine's alone."""
-
-    n: int
-    seed: int
-    stop: tuple[str, ...]
-    stop_ids: frozenset[int]
-    ignore_eos: bool
+            logger.debug("ignored fields: %s", ", ".join(name[:64] for name in unknown[:16]))
 
 
 def _fields(body: Any) -> Fields:
@@ -453,45 +330,6 @@ def _refuse_tools(fields: Fields) -> None:
     form = fields.section("response_format")
     if form.text("type", "text") != "text":
         raise wrong("response_format", "other than text is not offered by this server")
-
-
-def _stops(value: Any) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, Sequence) or len(stops) > MAX_STOPS:
-        raise wrong("stop", f"must be a string or a list of at most {MAX_STOPS} strings")
-    for stop in stops:
-        if not 0 < len(as_text(stop, "stop")) <= MAX_STOP_CHARS:
-            raise wrong("stop", f"strings must have 1 to {MAX_STOP_CHARS} characters")
-    return tuple(dict.fromkeys(stops))
-
-
-def _top_p(fields: Fields) -> float:
-    top_p = fields.number("top_p", 1.0, 0.0, 1.0)
-    if top_p == 0.0:
-        raise fields.wrong("top_p", "must be above 0")
-    return top_p
-
-
-def _repetition_penalty(fields: Fields) -> float:
-    penalty = fields.number("repetition_penalty", 1.0, 0.0, 100.0)
-    if penalty == 0.0:
-        raise fields.wrong("repetition_penalty", "must be above 0")
-    return penalty
-
-
-def _objective(slo: Fields, name: str, header: str | None) -> float | None:
-    """Milliseconds above zero; the body goes before the header."""
-    value = slo.optional_number(name, 0.0, 1e9)
-    if value is None and header:
-        try:
-            value = Fields({name: float(header)}, "x-slo.").optional_number(name, 0.0, 1e9)
-        except ValueError:
-            raise wrong(f"x-slo-{name.replace('_', '-')}", "must be a number") from None
-    if value == 0.0:
-        raise slo.wrong(name, "must be above 0")
-    return value
 
 
 def _room(prompt_tokens: int, limits: Limits) -> int:

@@ -22,7 +22,8 @@ from starlette.exceptions import HTTPException
 
 from serving import metrics as prometheus
 from serving.api import render
-from serving.api.intake import Ask, FrontSettings, Intake
+from serving.api.intake import Ask, Intake
+from serving.api.settings import FrontSettings
 from serving.errors import (
     BadRequest,
     BodyTooLarge,

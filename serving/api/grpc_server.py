@@ -1,0 +1,295 @@
+"""The front door over gRPC: ``evenflow.v1.Inference`` and ``Cluster``, health and reflection.
+
+The same intake and the same gateway as HTTP: here is only the mapping to and from messages.
+Streaming handlers write to their context, so that a cancelled call closes its generation at once.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from protos import evenflow_pb2 as pb
+from protos import evenflow_pb2_grpc as services
+from serving.api.intake import Ask, Intake
+from serving.api.settings import FrontSettings
+from serving.errors import NotFound, Overloaded, RequestFailed, Unauthenticated
+from serving.gateway import Gateway
+from serving.generation import Delta, Final, TokenLogprobs, TokenText
+from serving.messages import load_to_wire
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+SERVICES = tuple(
+    pb.DESCRIPTOR.services_by_name[name].full_name for name in ("Inference", "Cluster")
+)
+HEALTH_PERIOD_S = 0.5  # how often a watched health is looked at
+OPTIONAL = (
+    *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "priority"),
+)
+METADATA = ("x-evenflow-mode", "x-slo-ttft-ms", "x-slo-itl-ms", "x-evenflow-worker")
+
+
+class GrpcServer:
+    """Listens from ``start`` to ``stop``."""
+
+    def __init__(self, gateway: Gateway, settings: FrontSettings) -> None:
+        limit = settings.max_body_bytes
+        self._server = grpc.aio.server(
+            options=(
+                ("grpc.so_reuseport", 0),  # a port in use is an error, not a second listener
+                ("grpc.max_receive_message_length", limit),
+                ("grpc.max_send_message_length", -1),
+            )
+        )
+        intake = Intake(gateway, settings)
+        services.add_InferenceServicer_to_server(_Inference(intake), self._server)
+        services.add_ClusterServicer_to_server(_Cluster(intake), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(_Health(gateway), self._server)
+        health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        names = (*SERVICES, health, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self, host: str, port: int) -> int:
+        """The port that was bound (``port`` may be 0). OSError when it is in use."""
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            bound = self._server.add_insecure_port(where)
+        except RuntimeError as error:
+            raise OSError(f"{where} cannot be bound") from error
+        await self._server.start()
+        return bound
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Calls still running after ``grace_s`` are cancelled."""
+        await self._server.stop(grace_s)
+
+
+class _Inference(services.InferenceServicer):
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
+        self._created = int(time.time())
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        async with _answering(context, self._intake.settings):
+            body = _options(request.options)
+            kind = request.WhichOneof("prompt")
+            if kind is not None:
+                body["prompt"] = request.text if kind == "text" else list(request.token_ids.ids)
+            if request.options.HasField("logprobs"):
+                body["logprobs"] = request.options.logprobs
+            ask = await self._intake.completion(
+                body, headers=_metadata(context), request_id=request.options.request_id
+            )
+            await self._stream(ask, context)
+
+    async def Chat(self, request: pb.ChatRequest, context: Context) -> None:
+        async with _answering(context, self._intake.settings):
+            body = _options(request.options)
+            body["messages"] = [
+                {"role": m.role, "content": m.content, "name": m.name} for m in request.messages
+            ]
+            if request.options.HasField("logprobs"):
+                body |= {"logprobs": True, "top_logprobs": request.options.logprobs}
+            ask = await self._intake.chat(
+                body, headers=_metadata(context), request_id=request.options.request_id
+            )
+            await self._stream(ask, context)
+
+    async def _stream(self, ask: Ask, context: Context) -> None:
+        generation = ask.generation
+        async with contextlib.aclosing(self._intake.gateway.generate(generation)) as deltas:
+            async for delta in deltas:
+                await context.write(_response(generation.id, delta))
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        async with _answering(context, self._intake.settings):
+            ids = await self._intake.tokenize({"model": request.model, "prompt": request.text})
+            max_model_len = self._intake.gateway.limits().max_model_len
+            return pb.TokenizeResponse(token_ids=ids, max_model_len=max_model_len)
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: Context
+    ) -> pb.DetokenizeResponse:
+        async with _answering(context, self._intake.settings):
+            body = {"model": request.model, "tokens": list(request.token_ids)}
+            return pb.DetokenizeResponse(text=self._intake.detokenize(body))
+
+    async def ListModels(
+        self, request: pb.ListModelsRequest, context: Context
+    ) -> pb.ListModelsResponse:
+        async with _answering(context, self._intake.settings):
+            max_model_len = self._intake.gateway.limits().max_model_len
+            settings = self._intake.settings
+            names = (settings.model, *sorted(settings.aliases))
+            return pb.ListModelsResponse(
+                models=[
+                    pb.Model(id=name, created=self._created, max_model_len=max_model_len)
+                    for name in names
+                ]
+            )
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        async with _answering(context, self._intake.settings):
+            self._intake.gateway.abort(request.request_id)
+            return pb.AbortResponse()
+
+
+class _Cluster(services.ClusterServicer):
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.Status:
+        async with _answering(context, self._intake.settings):
+            gateway = self._intake.gateway
+            workers = [
+                pb.WorkerStatus(id=view.id, role=view.role, load=load_to_wire(view.load))
+                for view in gateway.pools.workers()
+            ]
+            return pb.Status(model=gateway.model, workers=workers)
+
+    async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.Explanation:
+        async with _answering(context, self._intake.settings):
+            found = await self._intake.gateway.explain(request.request_id)
+            if found is None:
+                raise NotFound(f"no request {request.request_id[:128]!r} is running or recent here")
+            return pb.Explanation(
+                request_id=request.request_id, route=_route(found), outcome=found["outcome"]
+            )
+
+
+class _Health(health_pb2_grpc.HealthServicer):
+    """SERVING while the gateway can take requests; asked for, never pushed into it."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        if request.service not in ("", *SERVICES):
+            await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
+        return self._status(request.service)
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
+        last = None
+        while True:  # until the client cancels
+            status = self._status(request.service)
+            if status != last:
+                await context.write(status)
+                last = status
+            await asyncio.sleep(HEALTH_PERIOD_S)
+
+    def _status(self, service: str) -> health_pb2.HealthCheckResponse:
+        kinds = health_pb2.HealthCheckResponse
+        if service not in ("", *SERVICES):
+            return kinds(status=kinds.SERVICE_UNKNOWN)
+        return kinds(status=kinds.SERVING if self._gateway.is_ready else kinds.NOT_SERVING)
+
+
+@contextlib.asynccontextmanager
+async def _answering(context: Context, settings: FrontSettings) -> AsyncIterator[None]:
+    """The key before, and one status for whatever goes wrong inside."""
+    try:
+        _check_key(context, settings)
+        yield
+    except RequestFailed as error:
+        code = getattr(grpc.StatusCode, error.grpc)
+        await context.abort(code, error.message, _retry_metadata(error))
+    except Exception:
+        logger.exception("unexpected error in a gRPC call")
+        await context.abort(grpc.StatusCode.INTERNAL, "the server failed; its log says more")
+
+
+def _check_key(context: Context, settings: FrontSettings) -> None:
+    if not settings.api_keys:
+        return
+    scheme, _, given = _all_metadata(context).get("authorization", "").partition(" ")
+    key = given.strip().encode()
+    matches = [hmac.compare_digest(key, known.encode()) for known in settings.api_keys]
+    if scheme.lower() != "bearer" or not any(matches):
+        raise Unauthenticated("a valid API key is needed: metadata authorization, Bearer KEY")
+
+
+def _retry_metadata(error: RequestFailed) -> tuple[tuple[str, str], ...]:
+    if not isinstance(error, Overloaded):
+        return ()
+    retry_ms = str(round(error.retry_after_s * 1000))
+    return (("grpc-retry-pushback-ms", retry_ms), ("retry-after-ms", retry_ms))
+
+
+def _all_metadata(context: Context) -> dict[str, str]:
+    pairs = context.invocation_metadata() or ()
+    return {key: value for key, value in pairs if isinstance(value, str)}
+
+
+def _metadata(context: Context) -> dict[str, str]:
+    found = _all_metadata(context)
+    return {name: found[name] for name in METADATA if name in found}
+
+
+def _options(options: pb.Options) -> dict[str, Any]:
+    """As the JSON body that means the same."""
+    body: dict[str, Any] = {"model": options.model, "ignore_eos": options.ignore_eos}
+    body |= {name: getattr(options, name) for name in OPTIONAL if options.HasField(name)}
+    if options.logit_bias:
+        body["logit_bias"] = {str(key): value for key, value in options.logit_bias.items()}
+    if options.stop:
+        body["stop"] = list(options.stop)
+    if options.stop_token_ids:
+        body["stop_token_ids"] = list(options.stop_token_ids)
+    slo = {
+        name: getattr(options, f"slo_{name}")
+        for name in ("ttft_ms", "itl_ms")
+        if options.HasField(f"slo_{name}")
+    }
+    body["evenflow"] = {"mode": options.mode, "slo": slo}
+    return body
+
+
+def _response(request_id: str, delta: Delta) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        request_id=request_id,
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        logprobs=[_logprobs(entry) for entry in delta.logprobs],
+        finish_reason=delta.finish_reason or "",
+        final=_final(delta.final) if delta.final else None,
+    )
+
+
+def _logprobs(entry: TokenLogprobs) -> pb.TokenLogprobs:
+    def one(token: TokenText) -> pb.Logprob:
+        return pb.Logprob(
+            token_id=token.id, token=token.text, token_bytes=token.bytes, logprob=token.logprob
+        )
+
+    return pb.TokenLogprobs(chosen=one(entry.chosen), top=[one(token) for token in entry.top])
+
+
+def _final(final: Final) -> pb.Final:
+    usage = final.usage
+    return pb.Final(
+        usage=pb.Usage(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+        ),
+        route=_route(asdict(final.trace)),
+    )
+
+
+def _route(trace: dict[str, Any]) -> pb.Route:
+    return pb.Route(**{field.name: trace[field.name] for field in pb.Route.DESCRIPTOR.fields})

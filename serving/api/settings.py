@@ -1,0 +1,18 @@
+"""What an operator decides about the front door."""
+
+from dataclasses import dataclass, field
+
+from workers.core.request import SLO
+
+
+@dataclass(frozen=True, slots=True)
+class FrontSettings:
+    """The same for HTTP and gRPC."""
+
+    model: str  # the name that clients use
+    aliases: frozenset[str] = frozenset()
+    max_body_bytes: int = 32 << 20
+    max_n: int = 16
+    slo: SLO = field(default_factory=SLO)
+    debug: bool = False  # requests may pin their workers
+    api_keys: frozenset[str] = frozenset()  # empty: everybody may
