@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from workers.batch import build
 from workers.core.plan import Chunk
 from workers.core.request import Phase, Request, Sampling, Sequence
 from workers.runner import ModelRunner
@@ -45,6 +46,21 @@ def generate(runner: ModelRunner, seqs: Iterable[Sequence], budget: int = 1 << 2
         if waiting and not waiting[0].num_pending - 1:
             decoding.append(waiting.pop(0))
         decoding = [s for s in decoding if len(s.output) < s.request.sampling.max_tokens]
+
+
+def last_logits(runner: ModelRunner, tokens: list[int], lengths: list[int]) -> torch.Tensor:
+    """The last position's logits, computed in chunks of these lengths."""
+    page_size = runner.cache.layout.page_size
+    seq = sequence("a", tokens, range(-(-len(tokens) // page_size)))
+    start, hidden = 0, torch.empty(0)
+    with torch.inference_mode():
+        for length in lengths:
+            batch = build((Chunk(seq, start, length),), page_size, runner.model.device)
+            plan = runner.attention.plan(batch.attention, runner.model.dtype)
+            hidden = runner.model.forward(batch.tokens, batch.positions, runner.cache, plan)
+            start += length
+        assert start == len(tokens)
+        return runner.model.logits(hidden[-1:])[0]
 
 
 class Reference:

@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.greedy import Reference, generate, sequence
+from tests.greedy import Reference, generate, last_logits, sequence
 from tests.tiny import tiny_model
-from workers.batch import build
-from workers.core.plan import Chunk
 from workers.runner import ModelRunner, load_runner
 
 LLAMA3 = {
@@ -36,21 +34,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def logits(runner: ModelRunner, tokens: list[int], lengths: list[int]) -> torch.Tensor:
-    """The last position's logits, computed in chunks of these lengths."""
-    page_size = runner.cache.layout.page_size
-    seq = sequence("a", tokens, range(-(-len(tokens) // page_size)))
-    start, hidden = 0, torch.empty(0)
-    with torch.inference_mode():
-        for length in lengths:
-            batch = build((Chunk(seq, start, length),), page_size, runner.model.device)
-            plan = runner.attention.plan(batch.attention, runner.model.dtype)
-            hidden = runner.model.forward(batch.tokens, batch.positions, runner.cache, plan)
-            start += length
-        assert start == len(tokens)
-        return runner.model.logits(hidden[-1:])[0]
-
-
 def random_tokens(num_tokens: int, vocab_size: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocab_size, (num_tokens,), generator=generator).tolist()
@@ -63,7 +46,7 @@ def test_logits_and_tokens_equal_transformers(name: str, tmp_path: Path) -> None
     runner = load_runner(folder, "float32", num_pages=32)
     reference = Reference(folder)
     tokens = random_tokens(200, 512)
-    difference = logits(runner, tokens, [70, 1, 129]) - reference.logits(tokens)[-1]
+    difference = last_logits(runner, tokens, [70, 1, 129]) - reference.logits(tokens)[-1]
     assert difference.abs().max() < 1e-4
     seq = sequence("a", tokens[:100], range(16), max_tokens=24)
     generate(runner, [seq], budget=33)
@@ -76,8 +59,8 @@ def test_chunked_prefill_equals_one_pass(t0: ModelRunner, num_tokens: int, budge
     """FAULTS 3."""
     tokens = random_tokens(num_tokens, t0.vocab_size, seed=num_tokens)
     lengths = [min(budget, num_tokens - start) for start in range(0, num_tokens, budget)]
-    once = logits(t0, tokens, [num_tokens])
-    assert (logits(t0, tokens, lengths) - once).abs().max() < 1e-3
+    once = last_logits(t0, tokens, [num_tokens])
+    assert (last_logits(t0, tokens, lengths) - once).abs().max() < 1e-3
     outputs = []
     for size in (budget, 4096):
         seq = sequence("a", tokens, range(30), max_tokens=32)
