@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -404,7 +404,7 @@ class ChannelPools:
     def workers(self) -> list[WorkerView]:
         return [view for link in self._links.values() if (view := link.view) is not None]
 
-    async def submit(self, worker_id: str, submission: Submission) -> AsyncIterator[Output]:
+    async def submit(self, worker_id: str, submission: Submission) -> AsyncGenerator[Output, None]:
         link = self._links.get(worker_id)
         if link is None:
             raise WorkerLost(f"{worker_id} is not a worker here")

@@ -88,6 +88,7 @@ class Config:
     stall_timeout_s: float = 60.0  # a worker without progress for this long counts as lost
     drain_s: float = 60.0  # how long a worker that is being stopped may finish its streams
     # elsewhere
+    ray: str = "auto"  # join a running Ray or start one; "local": start one; else its address
     state: str = "memory"
     debug: bool = False  # page ledgers and pinned workers for tests
 

@@ -5,7 +5,6 @@ Ours routes like the default one and passes on who is there: no registry of our 
 and no request ever travels this way.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
@@ -14,10 +13,10 @@ from ray.serve.request_router import RunningReplica
 from serving.deployments import membership
 
 
-class MembershipRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
+class MembershipRouter(PowerOfTwoChoicesRequestRouter):
     """Serve makes one per handle, in the process that holds it."""
 
-    def update_replicas(self, replicas: Sequence[RunningReplica]) -> None:
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
         metadata: list[dict[str, Any]] = [replica.replica_metadata for replica in replicas]
         addresses = {m["worker_id"]: m["address"] for m in metadata if m}

@@ -10,39 +10,20 @@ import time
 import uuid
 from pathlib import Path
 
-import torch
-
 from kvtransfer.collective import CollectiveTransport
 from kvtransfer.control import add_pages_service
 from kvtransfer.leases import Leases
 from serving.channel import Identity, WorkerServer
 from serving.config import Config, Role
-from workers.core.output import Token
 from workers.core.pages import PagePool
-from workers.core.plan import Chunk
 from workers.core.policy import Limits
 from workers.core.scheduler import Scheduler
 from workers.engine import Engine, Source
 from workers.runner import ModelRunner, load_runner
+from workers.threads import OnOneThread
 
 STEP_BUDGET = {"cpu": 64, "cuda": 2048}  # tokens; keeps a step near 100 ms
 POLL_S = 0.05
-
-
-class OnOneThread:
-    """An executor for the engine's thread: how many cores OpenMP uses is a property of the thread
-    that calls it, so it has to be said there and not where the model was loaded."""
-
-    def __init__(self, runner: ModelRunner, threads: int) -> None:
-        self.vocab_size = runner.config.vocab_size
-        self.forget = runner.forget
-        self._runner, self._threads, self._is_said = runner, threads, False
-
-    def run(self, chunks: tuple[Chunk, ...]) -> dict[str, Token]:
-        if not self._is_said:  # asking torch is of no use: it answers for the whole process
-            torch.set_num_threads(self._threads)
-            self._is_said = True
-        return self._runner.run(chunks)
 
 
 class WorkerProcess:

@@ -1,0 +1,134 @@
+"""The command ``evenflow``. It reads flags, and turns every failure into one line and a code.
+
+Exit codes: 0 done, 1 it failed, 2 it was asked for wrongly. Nothing heavy is imported here, so that
+``--help`` answers at once.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from serving import console
+from serving.config import Config, ConfigError, load_config
+from serving.service import Service, ServiceError, Stopped, fetch_status
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+app = typer.Typer(
+    help="Serve large language models so that tokens flow evenly.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Flag = typer.Option
+ModelFlag = Annotated[
+    str | None, Flag(help="Model folder, .gguf file or Hugging Face id. Default: the demo model.")
+]
+UrlFlag = Annotated[str, Flag(help="Address of a running Evenflow.")]
+JsonFlag = Annotated[bool, Flag("--json", help="For machines: JSON instead of a table.")]
+
+
+def main() -> None:
+    app()
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """What a person can mend ends as one line; a signal ends without one."""
+    try:
+        yield
+    except ConfigError as error:
+        console.problem(str(error))
+        raise typer.Exit(2) from None
+    except ServiceError as error:
+        console.problem(str(error))
+        raise typer.Exit(1) from None
+    except Stopped:
+        raise typer.Exit(0) from None
+
+
+@app.command()
+def serve(
+    model: ModelFlag = None,
+    served_model_name: Annotated[str | None, Flag(help="What clients call the model.")] = None,
+    dtype: Annotated[str | None, Flag(help="auto, float32 or bfloat16.")] = None,
+    device: Annotated[str | None, Flag(help="auto, cpu or cuda.")] = None,
+    mixed: Annotated[int | None, Flag(help="Workers that prefill and decode. [1]")] = None,
+    prefill: Annotated[int | None, Flag(help="Workers that prefer to prefill. [1]")] = None,
+    decode: Annotated[int | None, Flag(help="Workers that prefer to decode. [0]")] = None,
+    threads: Annotated[int | None, Flag(help="Of one worker on a CPU. [cores / workers]")] = None,
+    policy: Annotated[
+        str | None, Flag(help="chunked, splitfuse, prefill-first or static. [chunked]")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, Flag(help="Token budget of one step. [64 on a CPU, 2048 on a GPU]")
+    ] = None,
+    max_num_seqs: Annotated[int | None, Flag(help="Requests in one batch. [64]")] = None,
+    page_size: Annotated[int | None, Flag(help="Tokens per KV page. [16]")] = None,
+    num_pages: Annotated[int | None, Flag(help="KV pages of one worker. [by memory]")] = None,
+    max_model_len: Annotated[int | None, Flag(help="Longest context. [the model's]")] = None,
+    host: Annotated[str | None, Flag(help="Where to listen. [127.0.0.1]")] = None,
+    http_port: Annotated[int | None, Flag(help="[8000]; 0 takes a free one.")] = None,
+    grpc_port: Annotated[int | None, Flag(help="[9000]; 0 takes a free one.")] = None,
+    slo_ttft: Annotated[str | None, Flag(help="Promised time to first token. [2s]")] = None,
+    slo_itl: Annotated[str | None, Flag(help="Promised gap between tokens. [100ms]")] = None,
+    state: Annotated[str | None, Flag(help="Where shared state lives: memory.")] = None,
+    ray: Annotated[
+        str | None, Flag(help="auto (join a running Ray or start one), local, or an address.")
+    ] = None,
+    debug: Annotated[bool | None, Flag(help="Page ledgers and pinned workers, for tests.")] = None,
+    config: Annotated[Path | None, Flag(help="A YAML file with these and more keys.")] = None,
+) -> None:
+    """Start or join Ray, deploy, and serve until Ctrl-C."""
+    flags = {key: value for key, value in locals().items() if key != "config"}
+    for name in ("ttft", "itl"):
+        flags[f"slo.{name}"] = flags.pop(f"slo_{name}")
+    with plain_errors():
+        _serve(load_config(config, flags))
+
+
+def _serve(config: Config) -> None:
+    with console.Progress() as progress, Service(config, progress.say) as service:
+        status = service.status()
+        progress.close()
+        console.welcome(status["model"], status["workers"], service.url, service.grpc_address)
+        service.watch()
+
+
+@app.command()
+def status(url: UrlFlag = DEFAULT_URL, as_json: JsonFlag = False) -> None:
+    """The workers of a running Evenflow and their load."""
+    with plain_errors():
+        answer = fetch_status(url)
+        if as_json:
+            console.out.print_json(json.dumps(answer))
+        else:
+            console.status_table(answer)
+
+
+@app.command()
+def doctor(
+    host: Annotated[str, Flag(help="Where serve would listen.")] = "127.0.0.1",
+    http_port: Annotated[int, Flag(help="Where serve would listen.")] = 8000,
+    grpc_port: Annotated[int, Flag(help="Where serve would listen.")] = 9000,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check this machine: each line says ok, or how to mend it."""
+    from serving.doctor import examine
+
+    findings = []
+    for finding in examine(host, http_port, grpc_port):
+        findings.append(asdict(finding))
+        if not as_json:
+            console.check_line(finding.name, finding.state, finding.text)
+    if as_json:
+        console.out.print_json(json.dumps(findings))
+    if any(finding["state"] == "fail" for finding in findings):
+        raise typer.Exit(1)

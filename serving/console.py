@@ -1,0 +1,109 @@
+"""How the command line looks: progress, tables and lines, on a terminal or as plain text.
+
+It draws facts that others found out, and finds out nothing itself.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+PLAIN_WIDTH = 160  # of tables in a file or a pipe
+
+
+def _console(stderr: bool) -> Console:
+    console = Console(stderr=stderr, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    return console
+
+
+out, err = _console(stderr=False), _console(stderr=True)
+
+
+class Progress:
+    """What is going on now: a spinner on a terminal, a line per stage elsewhere."""
+
+    def __init__(self) -> None:
+        self._status = err.status("") if err.is_terminal else None
+        self._last = ""
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def say(self, stage: str) -> None:
+        if self._status is not None:
+            self._status.update(f"{_plain(stage)} ...")
+            self._status.start()
+        elif stage != self._last:
+            err.print(f"{_plain(stage)} ...")
+        self._last = stage
+
+    def close(self) -> None:
+        """Until something is said again."""
+        if self._status is not None:
+            self._status.stop()
+
+
+def problem(message: str) -> None:
+    """One line on stderr."""
+    err.print(f"[bold red]evenflow:[/] {_plain(' '.join(message.split()))}")
+
+
+def welcome(model: str, workers: Iterable[Mapping[str, Any]], url: str, grpc: str) -> None:
+    """The endpoints, and a line to copy."""
+    counts: dict[str, int] = {}
+    for worker in workers:
+        counts[worker["role"]] = counts.get(worker["role"], 0) + 1
+    pools = ", ".join(f"{n} {role}" for role, n in counts.items())
+    body = (
+        f'{{"model": "{model}", "stream": true, "messages": '
+        '[{"role": "user", "content": "Why is the sky blue?"}]}'
+    )
+    out.print(f"\n[bold]Evenflow[/] serves [bold]{_plain(model)}[/] (workers: {pools})")
+    out.print(f"  HTTP  {url}/v1")
+    out.print(f"  gRPC  {grpc}")
+    out.print("\nTry it:", style="dim")
+    out.print(
+        f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
+        markup=False,
+    )
+    out.print("\nCtrl-C ends it.", style="dim")
+
+
+def status_table(status: Mapping[str, Any]) -> None:
+    """One row per worker."""
+    table = Table(title=f"{status['model']}: {status['num_calls']} running requests")
+    for name in ("worker", "role"):
+        table.add_column(name)
+    for name in ("waiting", "running", "prompt tokens queued", "pages used", "leased", "step ms"):
+        table.add_column(name, justify="right")
+    for worker in sorted(status["workers"], key=lambda w: w["id"]):
+        load = worker["load"]
+        used = load["num_pages"] - load["free_pages"] - load["leased_pages"]
+        table.add_row(
+            worker["id"],
+            worker["role"],
+            str(load["waiting_seqs"]),
+            str(load["running_seqs"]),
+            str(load["queued_tokens"]),
+            f"{used}/{load['num_pages']}",
+            str(load["leased_pages"]),
+            f"{load['step_s'] * 1000:.0f}",
+        )
+    out.print(table)
+
+
+def check_line(name: str, state: str, text: str) -> None:
+    """One line of the doctor: ok, note or fail."""
+    style = {"ok": "green", "note": "yellow", "fail": "bold red"}[state]
+    out.print(f"[{style}]{state:4}[/]  {name:12} {_plain(text)}")
+
+
+def _plain(text: str) -> str:
+    """Text that shows its brackets instead of styling by them."""
+    return text.replace("[", "\\[")
