@@ -76,7 +76,7 @@ class GrpcServer:
         await self._server.stop(grace_s)
 
 
-class _Inference(services.InferenceServicer):
+class _Inference(services.InferenceServicer):  # type: ignore[misc]  # generated, untyped
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
         self._created = int(time.time())
@@ -146,7 +146,7 @@ class _Inference(services.InferenceServicer):
             return pb.AbortResponse()
 
 
-class _Cluster(services.ClusterServicer):
+class _Cluster(services.ClusterServicer):  # type: ignore[misc]  # generated, untyped
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
 
@@ -169,7 +169,7 @@ class _Cluster(services.ClusterServicer):
             )
 
 
-class _Health(health_pb2_grpc.HealthServicer):
+class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated, untyped
     """SERVING while the gateway can take requests; asked for, never pushed into it."""
 
     def __init__(self, gateway: Gateway) -> None:
