@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from workers.batch import AttentionMetadata, Span
 from workers.kvcache import KVCache
 
-PADDED_PAGES = 16  # decodes up to this long share one padded call; longer ones share by 2x classes
+PADDED_CONTEXT = 256  # decodes up to this long share one padded call, longer ones by 2x classes
 
 
 def default_attention(device: torch.device, dtype: torch.dtype) -> "AttentionBackend":
@@ -135,7 +135,7 @@ def _by_length(decodes: list[Span]) -> list[list[Span]]:
     """Groups in which padding to the longest at most doubles the work."""
     groups: dict[int, list[Span]] = {}
     for span in decodes:
-        size = max(PADDED_PAGES, 1 << (len(span.pages) - 1).bit_length())
+        size = max(PADDED_CONTEXT, 1 << (span.context - 1).bit_length())
         groups.setdefault(size, []).append(span)
     return list(groups.values())
 
@@ -185,7 +185,9 @@ class FlashAttention:
 
     def __init__(self, kernels: Any = None) -> None:
         if kernels is None:
-            import flash_attn as kernels  # only where there is a GPU
+            import flash_attn  # only where there is a GPU
+
+            kernels = flash_attn
         self._kernels = kernels
 
     def plan(self, metadata: AttentionMetadata, dtype: torch.dtype) -> AttentionPlan:

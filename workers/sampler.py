@@ -14,7 +14,6 @@ from workers.core.output import Token
 from workers.core.request import Sampling, Sequence
 
 GREEDY_BELOW = 1e-5  # temperatures under this choose the most likely token, as in vLLM
-NUCLEUS = 256  # tokens tried before all are sorted for top_p
 MASK64 = (1 << 64) - 1
 
 
@@ -148,14 +147,12 @@ def _at_least(probs: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
 
 def _nucleus_floor(probs: torch.Tensor, top_p: float) -> torch.Tensor:
     """The least likely member of the smallest set of tokens that holds top_p of the sum."""
-    mass = top_p * probs.sum()
-    largest = probs.topk(min(NUCLEUS, len(probs))).values
-    sums = largest.cumsum(dim=-1)
-    if sums[-1] < mass:
-        largest = probs.sort(descending=True).values
-        sums = largest.cumsum(dim=-1)
-    last = min(int(torch.searchsorted(sums, mass)), len(largest) - 1)  # the sum may be rounded
-    return largest[last]
+    total = probs.sum()
+    # Tokens below their even share of the rest cannot fill the rest: no need to sort them.
+    candidates = probs[probs >= (1 - top_p) * total / len(probs)]
+    largest = candidates.sort(descending=True).values
+    last = int(torch.searchsorted(largest.cumsum(dim=-1), top_p * total))
+    return largest[min(last, len(largest) - 1)]  # the sum may be rounded
 
 
 def _with_logprobs(chosen: int, logits: torch.Tensor, num_top: int) -> Token:

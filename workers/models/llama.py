@@ -33,7 +33,7 @@ class Llama:
         self, config: ModelConfig, weights: Checkpoint, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
-        loader = _Loader(config, weights, dtype, device)
+        loader = Loader(config, weights, dtype, device)
         self._embedding = loader.embedding()
         self._layers = [loader.layer(i) for i in range(config.num_layers)]
         self._norm = loader.norm("model.norm", config.hidden_size)
@@ -68,14 +68,15 @@ class Llama:
         config = self.config
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         heads = layer.qkv(x).view(len(x), -1, config.head_dim)
-        q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-        if layer.q_norm is None or layer.k_norm is None:
-            rotated = rotation.rotate(heads[:, : num_heads + num_kv_heads])
-            return rotated[:, :num_heads], rotated[:, num_heads:], v
-        return rotation.rotate(layer.q_norm(q)), rotation.rotate(layer.k_norm(k)), v
+        qk, v = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = qk[:, :num_heads], qk[:, num_heads:]
+            return rotation.rotate(layer.q_norm(q)), rotation.rotate(layer.k_norm(k)), v
+        rotated = rotation.rotate(qk)
+        return rotated[:, :num_heads], rotated[:, num_heads:], v
 
 
-class _Loader:
+class Loader:
     """Reads, checks, converts and merges the tensors of one checkpoint."""
 
     def __init__(
