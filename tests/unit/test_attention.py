@@ -64,9 +64,7 @@ def test_bfloat16_is_within_its_rounding() -> None:
 def test_store_touches_only_the_slots_of_this_step() -> None:
     batch = paged_batch(Shape(), [(1, 20), (5, 40)])
     before = batch.cache.pool.clone()
-    TorchAttention().plan(batch.metadata, batch.q.dtype).store(
-        batch.k, batch.v, batch.cache, LAYER
-    )
+    TorchAttention().plan(batch.metadata, batch.q.dtype).store(batch.k, batch.v, batch.cache, LAYER)
     changed = (before != batch.cache.pool) & ~(before.isnan() & batch.cache.pool.isnan())
     slots = changed.any(-1).any(3).any(2)[:, LAYER]  # [page, page_size]
     assert int(slots.sum()) == 6
@@ -163,7 +161,7 @@ class RecordingFlash:
         assert q.shape[-2] % num_kv_heads == 0 and q.shape[-1] == head_dim
         assert block_table.dtype == torch.int32 and block_table.stride(-1) == 1
         assert len(block_table) == num_seqs
-        assert 0 <= block_table.min() and block_table.max() < num_pages
+        assert block_table.min() >= 0 and block_table.max() < num_pages
 
     @staticmethod
     def _one(

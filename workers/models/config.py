@@ -127,10 +127,16 @@ def _parse(config: Mapping[str, Any], eos_ids: frozenset[int], weights: str) -> 
     architecture = _architecture(config)
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"hidden_act={config['hidden_act']!r} is not supported, only 'silu'")
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown")
+        raise ModelError(f"quantized weights ({method}) are not supported, except in GGUF files")
     num_heads = config["num_attention_heads"]
     is_qwen2 = architecture == "Qwen2ForCausalLM"
     bias = bool(config.get("attention_bias", False))
     rope = _rope_fields(config)
+    rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if rotated != 1.0:
+        raise ModelError(f"partial_rotary_factor={rotated} is not supported, only 1.0")
     max_model_len = config["max_position_embeddings"]
     return ModelConfig(
         architecture=architecture,
@@ -186,8 +192,6 @@ def _rope_scaling(rope: Mapping[str, Any], max_model_len: int) -> RopeScaling:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise ModelError(f"rope_type={kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(f"partial_rotary_factor={rope['partial_rotary_factor']} is not supported")
     original = rope.get("original_max_position_embeddings") or max_model_len
     return RopeScaling(
         kind=kind,
