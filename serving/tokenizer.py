@@ -58,7 +58,9 @@ class Tokenizer:
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self.eos_ids = eos_ids
         self.vocab_size = vocab_size or fast.get_vocab_size()
-        self._style, self._strips = _style(json.loads(fast.to_str())["decoder"])
+        spec = json.loads(fast.to_str())
+        self._style, self._strips = _style(spec["decoder"])
+        self._max_token_bytes = self._longest_token(spec) if self._style == "bytes" else None
 
     @classmethod
     def load(cls, folder: Path | str) -> "Tokenizer":
@@ -85,6 +87,12 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Blocking; releases the GIL, so a thread keeps the event loop free."""
         return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def min_tokens(self, text: str) -> int:
+        """At least so many tokens, told without encoding: for texts that are far too long."""
+        if self._max_token_bytes is None:
+            return 0
+        return len(text.encode()) // self._max_token_bytes
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens))
@@ -119,6 +127,15 @@ class Tokenizer:
             value = _byte_value(token)
             return bytes([value]) if value is not None else token.replace(SPACE, " ").encode()
         return token.encode()
+
+    def _longest_token(self, spec: Mapping[str, Any]) -> int | None:
+        """In bytes of text; None where text may vanish before it is split into tokens."""
+        normalizer = spec["normalizer"]
+        strips = any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"])
+        if strips or (normalizer is not None and normalizer["type"] != "NFC"):
+            return None
+        shrink = 1 if normalizer is None else 4  # composing characters shortens text
+        return shrink * max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=1)
 
     def _text_bytes(self, token_id: int) -> bytes:
         return b"" if token_id in self._special_ids else self.token_bytes(token_id)

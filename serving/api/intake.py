@@ -138,6 +138,7 @@ class Intake:
             text = self._tokenizer.render(messages)
         except TemplateFailed as error:
             raise BadRequest(str(error), "messages") from error
+        self._check_length(text, "messages")
         return await self.encode(text, add_special_tokens=False)
 
     # ------------------------------------------------------------------ prompts
@@ -162,6 +163,7 @@ class Intake:
         for item in items:
             if isinstance(item, str):
                 text = as_text(item, "prompt")
+                self._check_length(text, "prompt")
                 one = await self.encode(text, add_special_tokens=True)
             elif isinstance(item, Sequence):
                 one = token_ids(item, self._tokenizer.vocab_size, "prompt")
@@ -201,6 +203,15 @@ class Intake:
             raise ModelNotFound(
                 f"the model {model[:100]!r} does not exist; this server has {settings.model!r}",
                 "model",
+            )
+
+    def _check_length(self, text: str, param: str) -> None:
+        """Refuse what is too long in any encoding without encoding it."""
+        if (at_least := self._tokenizer.min_tokens(text)) >= self.gateway.limits().max_model_len:
+            raise PromptTooLong(
+                f"the prompt has {len(text)} characters, at least {at_least} tokens; the context "
+                f"has {self.gateway.limits().max_model_len}",
+                param,
             )
 
     def _check_prompt(self, prompt: Sequence[int], param: str, limits: Limits) -> None:

@@ -1,5 +1,6 @@
 """Bad input ends at the front door with the name of the parameter, and workers never see it."""
 
+import asyncio
 import json
 import logging
 from typing import Any
@@ -118,6 +119,18 @@ async def test_what_exceeds_the_context_is_refused() -> None:
     assert "8192" in await refused(door, "prompt", {"prompt": [5] * 8192})
     assert "8192" in await refused(door, "max_tokens", {"prompt": [5] * 8000, "max_tokens": 193})
     assert (await door.complete([5] * 8000, max_tokens=192)).status_code == 200
+
+
+async def test_a_text_that_is_far_too_long_is_refused_without_encoding_it(door: Front) -> None:
+    """FAULTS 27: six megabytes take seconds to encode."""
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    message = await refused(door, "prompt", {"prompt": "x " * (3 << 20)})
+    await refused(
+        door, "messages", {"messages": [{"role": "user", "content": "x " * (3 << 20)}]}, True
+    )
+    assert loop.time() - start < 1.0
+    assert "at least" in message and "8192" in message
 
 
 WRONG = [

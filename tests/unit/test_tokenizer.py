@@ -92,6 +92,13 @@ def test_token_bytes_join_to_the_text(text: str) -> None:
     assert b"".join(tokenizer.token_bytes(i) for i in ids) == text.encode()
 
 
+@pytest.mark.parametrize("text", [*TEXTS, " " * 999, "<|im_end|>" * 50])
+def test_the_least_number_of_tokens_is_never_too_large(text: str) -> None:
+    tokenizer = plain_tokenizer()
+    assert 0 < tokenizer.min_tokens(text * 9) <= len(tokenizer.encode(text * 9))
+    assert Tokenizer(sentencepiece()).min_tokens(text) == 0, "where nothing can be told"
+
+
 def test_token_bytes_of_pieces() -> None:
     tokenizer = Tokenizer(sentencepiece())
     raw = b"".join(tokenizer.token_bytes(i) for i in tokenizer.encode("a 🧑"))
