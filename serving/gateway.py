@@ -183,9 +183,10 @@ class Gateway:
         view = self._view(worker)
         tokens = 0 if seq.handle else len(seq.request.prompt) + len(seq.output)
         self._in_flight.add(worker, seq.request.id, tokens, view.load, self.clock())
-        for names in (seq.touched, seq.trace.workers):
-            if worker not in names:
-                names.append(worker)
+        if worker not in seq.touched:
+            seq.touched.append(worker)
+        if seq.trace.workers[-1:] != [worker]:
+            seq.trace.workers.append(worker)
         timing = Timing()  # as this worker last told it
         try:
             async with aclosing(self.pools.submit(worker, seq.submission(hand_off))) as stream:
@@ -302,13 +303,13 @@ class Gateway:
         """The answer is complete. What a worker still computes for it is stopped."""
         self._let_go(seq)
         trace = seq.trace
-        trace.outcome = reason
+        trace.outcome, trace.decode_worker = reason, trace.workers[-1]
         trace.decode_s = max(0.0, seq.last_at - seq.first_at - trace.transfer_s)
         self.metrics.finished(reason, self.clock() - seq.generation.arrived_at, trace)
 
     def _let_go(self, seq: _Seq) -> None:
-        """Tell every worker that may hold pages of it. Idempotent."""
-        for worker in seq.touched:
+        """Tell every worker that may hold pages of it, a receiver before its source. Idempotent."""
+        for worker in reversed(seq.touched):
             self.pools.abort(worker, seq.request.id)
         seq.touched.clear()
 
@@ -384,6 +385,8 @@ class Gateway:
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new calls and wait for the running ones; False when some are left."""
         self._is_draining = True
+        if self._idle.is_set():
+            return True
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:

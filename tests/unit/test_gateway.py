@@ -103,6 +103,8 @@ async def test_a_stop_id_as_first_token_needs_no_decode_worker() -> None:
     call = generation(mode="disaggregated", sampling={"stop_ids": frozenset({2})})
     deltas = await collect(gateway(pools), call)
     assert [(d.text, d.finish_reason, d.stop_reason) for d in deltas] == [("", "stop", None)]
+    final = deltas[-1].final
+    assert final is not None and final.trace.decode_worker == "prefill-0"
     assert pools.submitted("decode-0") == [] and pools.held == set()
 
 
@@ -391,4 +393,5 @@ async def test_draining_refuses_new_calls_and_lets_running_ones_end() -> None:
     with pytest.raises(Unavailable, match="shutting down"):
         await collect(front, generation("other"))
     assert await front.drain(5.0)
+    assert await front.drain(0.0)
     assert ids(await task) == expected(20)
