@@ -4,7 +4,7 @@ The receiving side lives here and does its work on the thread that calls ``fetch
 can write to a page after ``fetch`` has returned. The sending side is in ``source.py``.
 
     receiver                                  source
-       | Open(store, generation, layout)  -->  |  refused when a field of the layouts differs
+       | Open(address, generation, layout)  -->  |  refused when a field of the layouts differs
        |  <=== both join the pair, once ===>   |
        | Send(request id, transfer number) --> |  pages pinned, copied, hashed
        |  <-- number of pages, checksum        |
@@ -29,12 +29,13 @@ from kvtransfer.deadline import Deadline
 from kvtransfer.leases import Leases
 from kvtransfer.messages import layout_to_wire
 from kvtransfer.pair import Pair
-from kvtransfer.rendezvous import Rendezvous
-from kvtransfer.source import PageSource, pair_key
+from kvtransfer.rendezvous import TARGET_RANK, Rendezvous
+from kvtransfer.source import PageSource
+from kvtransfer.staging import Staging
 from kvtransfer.transport import TransferError
 from protos import evenflow_pb2 as pb
 
-MAX_PAIRS = 16  # per direction; each costs two threads, five descriptors and its staging memory
+MAX_PAIRS = 16  # per direction; each costs two threads and five descriptors
 
 
 class _Incoming:
@@ -43,7 +44,6 @@ class _Incoming:
     def __init__(self) -> None:
         self.busy = threading.Lock()
         self.pair: Pair | None = None
-        self.key = ""
         self.generation = 0
         self.num_transfers = 0
         self.is_evicted = False
@@ -60,21 +60,22 @@ class CollectiveTransport:
         *,
         host: str,
         incarnation: str,
-        device: torch.device,
+        device: str | torch.device,
         timeout_s: float,
         max_pairs: int = MAX_PAIRS,
     ) -> None:
         self._records = pool.view(pool.shape[0], -1)  # [page, elements of one page]
         self._layout = layout
         self._incarnation = incarnation
-        self._device = device
+        self._host = host
+        self._device = torch.device(device)
         self._timeout_s = timeout_s
         self._max_pairs = max_pairs
+        self._staging = Staging(self._device)
         self._pairs: OrderedDict[tuple[str, str], _Incoming] = OrderedDict()
         self._generations = itertools.count(1)
         self._lock = threading.Lock()
         self._is_closed = False
-        self._rendezvous = Rendezvous(host, timeout_s)
         self._client = PagesClient(max_channels=2 * max_pairs)
         self.endpoint = PageSource(
             pool,
@@ -82,7 +83,7 @@ class CollectiveTransport:
             leases,
             host=host,
             incarnation=incarnation,
-            device=device,
+            device=self._device,
             timeout_s=timeout_s,
             max_pairs=max_pairs,
         )
@@ -136,9 +137,13 @@ class CollectiveTransport:
         pair, answer = self._announce(incoming, handle, deadline)
         if answer.num_pages != len(pages):  # Gloo would end the process
             raise TransferError(f"{answer.num_pages} pages leased, {len(pages)} expected")
-        buffer = pair.staging(handle.num_bytes)
-        if pair.receive(buffer, incoming.num_transfers - 1, deadline) != answer.checksum:
-            raise TransferError(f"the pages of {handle.request_id} arrived with a wrong checksum")
+        with self._staging.lend() as memory:
+            buffer = memory.first(handle.num_bytes)
+            if pair.receive(buffer, incoming.num_transfers - 1, deadline) != answer.checksum:
+                raise TransferError(f"{handle.request_id} arrived with a wrong checksum")
+            self._store(pair, buffer, pages)
+
+    def _store(self, pair: Pair, buffer: Tensor, pages: Sequence[int]) -> None:
         index = torch.tensor(pages, device=self._device)
         with torch.inference_mode(), pair.stream():
             records = buffer.view(self._records.dtype).view(len(pages), -1)
@@ -171,28 +176,27 @@ class CollectiveTransport:
 
     def _open(self, incoming: _Incoming, handle: KVHandle, deadline: Deadline) -> Pair:
         incoming.generation, incoming.num_transfers = next(self._generations), 0
-        incoming.key = pair_key(handle.incarnation, self._incarnation, incoming.generation)
-        request = pb.OpenRequest(
-            target=self._incarnation,
-            store_host=self._rendezvous.host,
-            store_port=self._rendezvous.port,
-            generation=incoming.generation,
-            layout=layout_to_wire(self._layout),
-            incarnation=handle.incarnation,
-        )
-        self._client.open(handle.source, request, deadline)
-        left_s = deadline.left_s("the pair is up")
-        group = self._rendezvous.host_pair(incoming.key, self._device, left_s)
-        incoming.pair = Pair(group, self._device)
+        rendezvous = Rendezvous(TARGET_RANK, self._host, self._device, deadline.left_s("Open"))
+        threading.Thread(target=rendezvous.run, name="kv-open").start()
+        try:
+            request = pb.OpenRequest(
+                target=self._incarnation,
+                entries=rendezvous.entries.result(deadline.left_s("Open")),
+                generation=incoming.generation,
+                layout=layout_to_wire(self._layout),
+                incarnation=handle.incarnation,
+            )
+            rendezvous.hear(self._client.open(handle.source, request, deadline).entries)
+        except Exception:
+            rendezvous.cancel("the source refused, or was not there")
+            raise
+        incoming.pair = Pair(rendezvous, self._device, deadline.left_s("the pair was up"))
         return incoming.pair
 
     def _drop(self, incoming: _Incoming) -> None:
         pair, incoming.pair = incoming.pair, None
         if pair is not None:
             pair.drop()
-        if incoming.key:
-            self._rendezvous.forget(incoming.key)
-            incoming.key = ""
 
     @contextmanager
     def _incoming(self, handle: KVHandle, deadline: Deadline) -> Iterator[_Incoming]:

@@ -44,7 +44,9 @@ ERROR = {status: error for error, status in STATUS.items()}
 class Endpoint(Protocol):
     """The source's side of the service. No method blocks; errors are TransferErrors."""
 
-    def open(self, request: pb.OpenRequest) -> None: ...
+    def open(self, request: pb.OpenRequest) -> Future[dict[str, bytes]]:
+        """Returns what the source's half of the pair says to the receiver's."""
+        ...
 
     def send(self, request: pb.SendRequest) -> Future[pb.SendResponse]: ...
 
@@ -61,10 +63,10 @@ class _Pages(rpc.PagesServicer):  # type: ignore[misc]  # generated, untyped
 
     async def Open(self, request: pb.OpenRequest, context: Context) -> pb.OpenResponse:
         try:
-            self._endpoint.open(request)
+            entries = await asyncio.wrap_future(self._endpoint.open(request))
         except TransferError as error:
             await _refuse(context, error)
-        return pb.OpenResponse()
+        return pb.OpenResponse(entries=entries)
 
     async def Send(self, request: pb.SendRequest, context: Context) -> pb.SendResponse:
         try:
@@ -99,8 +101,8 @@ class PagesClient:
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def open(self, source: str, request: pb.OpenRequest, deadline: Deadline) -> None:
-        self._call(source, "Open", request, deadline)
+    def open(self, source: str, request: pb.OpenRequest, deadline: Deadline) -> pb.OpenResponse:
+        return self._call(source, "Open", request, deadline)
 
     def send(self, source: str, request: pb.SendRequest, deadline: Deadline) -> pb.SendResponse:
         return self._call(source, "Send", request, deadline)

@@ -14,24 +14,19 @@ import xxhash
 from torch import Tensor
 
 from kvtransfer.deadline import Deadline
-from kvtransfer.rendezvous import SOURCE_RANK, TARGET_RANK, Group
+from kvtransfer.rendezvous import SOURCE_RANK, TARGET_RANK, Group, Rendezvous
 
 PIECE_BYTES = 8 << 20  # a deadline takes effect between two pieces
 POLL_S = 0.0002
 
 
 class Pair:
-    def __init__(self, group: Group, device: torch.device) -> None:
-        self._group = group
+    def __init__(self, rendezvous: Rendezvous, device: torch.device, timeout_s: float = 0) -> None:
+        """RuntimeError, or TimeoutError, when the two did not meet within ``timeout_s``."""
+        self._rendezvous = rendezvous  # the group may ask its store again
+        self._group: Group = rendezvous.group.result(timeout_s)
         self._device = device
         self._stream = _new_stream(device) if device.type == "cuda" else None
-        self._staging = torch.empty(0, dtype=torch.uint8, device=device)
-
-    def staging(self, num_bytes: int) -> Tensor:
-        """Memory for one transfer, kept for the next: fresh pages would cost more than the copy."""
-        if self._staging.numel() < num_bytes:
-            self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        return self._staging[:num_bytes]
 
     def stream(self) -> AbstractContextManager[None]:
         """Copies from and to staging belong in here, off the model's stream."""
@@ -59,7 +54,7 @@ class Pair:
     def drop(self) -> None:
         if self._device.type == "cuda":
             self._group.abort()
-        del self._group, self._staging
+        del self._group, self._rendezvous
 
     def _post(self, piece: Tensor, transfer: int) -> Any:
         with self.stream():

@@ -20,7 +20,8 @@ from kvtransfer.deadline import Deadline
 from kvtransfer.leases import Leases
 from kvtransfer.messages import layout_from_wire
 from kvtransfer.pair import Pair, checksum
-from kvtransfer.rendezvous import join_pair
+from kvtransfer.rendezvous import SOURCE_RANK, Rendezvous
+from kvtransfer.staging import Memory, Staging
 from kvtransfer.transport import TransferError
 from protos import evenflow_pb2 as pb
 
@@ -42,14 +43,14 @@ class _Outgoing:
     ``submit`` and ``kill`` are called under the lock of the ``PageSource``.
     """
 
-    def __init__(self, generation: int, join: Callable[[], Pair]) -> None:
+    def __init__(self, generation: int, rendezvous: Rendezvous, device: torch.device) -> None:
         self.generation = generation
         self.pair: Pair | None = None
         self.is_dead = False
         self.num_queued = 0
         self._next_transfer = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-send")
-        self._thread.submit(self._join, join)
+        self._thread.submit(self._join, rendezvous, device)
 
     def submit(self, transfer: int, work: Callable[[], None]) -> None:
         """Queue the pair's next transfer; NoPair when it has failed or the numbers disagree."""
@@ -75,9 +76,10 @@ class _Outgoing:
         if pair is not None:
             pair.drop()
 
-    def _join(self, join: Callable[[], Pair]) -> None:
+    def _join(self, rendezvous: Rendezvous, device: torch.device) -> None:
+        rendezvous.run()
         try:
-            self.pair = join()
+            self.pair = Pair(rendezvous, device)
         except RuntimeError as error:
             log.warning("could not join a pair: %s", error)
 
@@ -105,11 +107,12 @@ class PageSource:
         self._device = device
         self._timeout_s = timeout_s
         self._max_pairs = max_pairs
+        self._staging = Staging(device)
         self._pairs: OrderedDict[str, _Outgoing] = OrderedDict()  # by receiver, last used last
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def open(self, request: pb.OpenRequest) -> None:
+    def open(self, request: pb.OpenRequest) -> Future[dict[str, bytes]]:
         self._check_incarnation(request.incarnation)
         mismatch = self._layout.mismatch(layout_from_wire(request.layout))
         if mismatch is not None:
@@ -122,9 +125,13 @@ class PageSource:
                 if old.generation >= request.generation:
                     raise TransferError(f"generation {request.generation} is over")
                 old.kill()
-            self._pairs[request.target] = _Outgoing(request.generation, self._joiner(request))
+            rendezvous = Rendezvous(SOURCE_RANK, self._host, self._device, self._timeout_s)
+            rendezvous.hear(request.entries)
+            outgoing = _Outgoing(request.generation, rendezvous, self._device)
+            self._pairs[request.target] = outgoing
             self._pairs.move_to_end(request.target)
             self._evict()
+        return rendezvous.entries
 
     def send(self, request: pb.SendRequest) -> Future[pb.SendResponse]:
         self._check_incarnation(request.incarnation)
@@ -172,9 +179,12 @@ class PageSource:
                 raise TransferError("the receiver no longer waits")
             if outgoing.pair is None:
                 raise TransferError("the pair never came up")
-            cargo = self._load(outgoing.pair, request.request_id)
-            answer.set_result(pb.SendResponse(num_pages=cargo.num_pages, checksum=cargo.checksum))
-            self._send(outgoing.pair, cargo.buffer, request.transfer, deadline)
+            with self._staging.lend() as memory:
+                cargo = self._load(outgoing.pair, request.request_id, memory)
+                answer.set_result(
+                    pb.SendResponse(num_pages=cargo.num_pages, checksum=cargo.checksum)
+                )
+                self._send(outgoing.pair, cargo.buffer, request.transfer, deadline)
         except NoLease as error:
             answer.set_exception(error)
         except Exception as error:  # this thread has no caller to tell
@@ -190,13 +200,13 @@ class PageSource:
                 answer.set_exception(TransferError(failure))
             log.warning("%s", failure)
 
-    def _load(self, pair: Pair, request_id: str) -> Cargo:
+    def _load(self, pair: Pair, request_id: str, memory: Memory) -> Cargo:
         """Copy the pages out: pinned meanwhile, and leased until the receiver has them."""
         pages = self._leases.begin_send(request_id)
         if pages is None:
             raise NoLease(f"no lease for {request_id}")
         try:
-            buffer = pair.staging(len(pages) * self._layout.page_bytes)
+            buffer = memory.first(len(pages) * self._layout.page_bytes)
             index = torch.tensor(pages, device=self._device)
             with torch.inference_mode(), pair.stream():
                 records = buffer.view(self._records.dtype).view(len(pages), -1)
@@ -213,22 +223,6 @@ class PageSource:
         if incarnation != self._incarnation:
             raise TransferError("the worker was restarted since it granted the lease")
 
-    def _joiner(self, request: pb.OpenRequest) -> Callable[[], Pair]:
-        key = pair_key(self._incarnation, request.target, request.generation)
-
-        def join() -> Pair:
-            group = join_pair(
-                request.store_host,
-                request.store_port,
-                key,
-                self._host,
-                self._device,
-                self._timeout_s,
-            )
-            return Pair(group, self._device)
-
-        return join
-
     def _evict(self) -> None:
         """Close idle pairs over the limit, those used longest ago first."""
         for target, outgoing in list(self._pairs.items())[:-1]:
@@ -237,8 +231,3 @@ class PageSource:
             if outgoing.is_dead or not outgoing.num_queued:
                 del self._pairs[target]
                 outgoing.kill()
-
-
-def pair_key(source: str, target: str, generation: int) -> str:
-    """What both ranks look for in the receiver's store, from two incarnations and a generation."""
-    return f"{source}>{target}/{generation}"

@@ -22,6 +22,7 @@ from kvtransfer.deadline import Deadline
 from kvtransfer.leases import Leases
 from kvtransfer.pair import PIECE_BYTES, Pair
 from kvtransfer.source import Cargo, PageSource
+from kvtransfer.staging import Memory
 
 HOST = "127.0.0.1"
 
@@ -29,8 +30,8 @@ HOST = "127.0.0.1"
 class FlippedBit(PageSource):
     """Sends something else than it hashed."""
 
-    def _load(self, pair: Pair, request_id: str) -> Cargo:
-        cargo = super()._load(pair, request_id)
+    def _load(self, pair: Pair, request_id: str, memory: Memory) -> Cargo:
+        cargo = super()._load(pair, request_id, memory)
         cargo.buffer[cargo.buffer.numel() // 2] ^= 4
         return cargo
 
@@ -91,6 +92,8 @@ class PageWorker:
         )
         self.transport = CollectiveTransport(self.pool, layout, self.leases, **common)
         self.endpoint = source(self.pool, layout, self.leases, **common)
+        self._leased: set[int] = set()
+        self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
@@ -110,11 +113,23 @@ class PageWorker:
 
     def lease(self, request_id: str, pages: Sequence[int]) -> KVHandle:
         num_tokens = len(pages) * self.layout.page_size
-        self.leases.take_free()
-        self.leases.grant(request_id, list(pages), num_tokens)
+        with self._lock:
+            self._wait_until_free(set(pages))
+            self.leases.grant(request_id, list(pages), num_tokens)
         return KVHandle(
             request_id, self.address, self.incarnation, num_tokens, len(pages), self.layout
         )
+
+    def _wait_until_free(self, pages: set[int]) -> None:
+        """The last receiver's release of them may still be on its way."""
+        deadline = time.monotonic() + 5
+        while True:
+            self._leased.difference_update(self.leases.take_free())
+            if self._leased.isdisjoint(pages):
+                break
+            assert time.monotonic() < deadline, f"{pages} do not come free"
+            time.sleep(0.002)
+        self._leased.update(pages)
 
     def fetch(self, handle: KVHandle, pages: Sequence[int], timeout_s: float = 10.0) -> None:
         self.transport.fetch(handle, pages, timeout_s)

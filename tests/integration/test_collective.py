@@ -170,9 +170,6 @@ def test_both_directions_at_once(
     local = open_local(SMALL)
     local.fill(2)
     there, here = list(range(0, 10)), list(range(10, 20))
-    for i in range(10):
-        outgoing = remote.soon("fetch", local.lease(f"out{i}", here), here)
-        outgoing.result(10)
     handles = [remote.call("lease", f"in{i}", [i]) for i in range(10)]
     results = [remote.soon("fetch", local.lease(f"o{i}", [10 + i]), [30 + i]) for i in range(10)]
     threads = [
@@ -267,7 +264,7 @@ def test_pairs_over_the_limit_are_closed_and_opened_again(
     assert len(receiver.transport._pairs) == 1
 
 
-def test_transfers_leak_no_threads_no_descriptors_and_no_keys(
+def test_transfers_leak_no_threads_and_no_descriptors(
     open_local: Callable[..., PageWorker],
 ) -> None:
     local, source = open_local(SMALL), open_local(SMALL)
@@ -284,7 +281,6 @@ def test_transfers_leak_no_threads_no_descriptors_and_no_keys(
         return threading.active_count(), len(os.listdir("/proc/self/task")), _num_descriptors()
 
     eventually(lambda: all(a <= b for a, b in zip(now(), before, strict=True)))
-    assert len(local.transport._rendezvous._store.list_keys()) <= 2
 
 
 def test_close_ends_every_thread(open_local: Callable[..., PageWorker]) -> None:
@@ -312,3 +308,39 @@ def test_close_ends_every_thread(open_local: Callable[..., PageWorker]) -> None:
 
 def _num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def test_random_fetches_aborts_and_timeouts_lose_no_page(
+    open_local: Callable[..., PageWorker],
+) -> None:
+    """FAULTS 43: whatever arrives is intact, whatever does not is an error, and all comes home."""
+    workers = [open_local(SMALL, max_pairs=2) for _ in range(4)]
+    for seed, worker in enumerate(workers):
+        worker.fill(seed)
+    results: list[str] = []
+
+    def run(seed: int) -> None:
+        # Threads 0-7: each leases pages 2 * seed on one worker and fetches into 20 + 2 * seed.
+        rng, theirs, ours = random.Random(seed), [2 * seed, 2 * seed + 1], [20 + seed, 30 + seed]
+        for i in range(25):
+            source, target = rng.sample(workers, 2)
+            handle = source.lease(f"{seed}-{i}", theirs)
+            if rng.random() < 0.2:
+                threading.Thread(target=source.leases.release, args=(handle.request_id,)).start()
+            try:
+                target.fetch(handle, ours, timeout_s=rng.choice([0.002, 0.01, 5, 5]))
+                assert target.read(ours) == source.read(theirs)
+                results.append("arrived")
+            except TransferError as error:
+                target.transport.release(handle)
+                results.append(str(error))
+            eventually(lambda s=source, name=handle.request_id: name not in s.held())
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(results) == 8 * 25, "a thread failed"
+    assert 80 < results.count("arrived") < 8 * 25
+    assert all(worker.held() == {} for worker in workers)
