@@ -40,9 +40,7 @@ class PagedBatch:
                 seen = span.context - span.length + i + 1
                 q = self.q[span.start + i].double()
                 scores = torch.einsum("hd,shd->hs", q, keys[:seen]) * q.shape[-1] ** -0.5
-                out[span.start + i] = torch.einsum(
-                    "hs,shd->hd", scores.softmax(-1), values[:seen]
-                )
+                out[span.start + i] = torch.einsum("hs,shd->hd", scores.softmax(-1), values[:seen])
         return out
 
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 
 from kvtransfer.core.handle import KVHandle, KVLayout
 from workers.core.pages import PagePool
-from workers.core.plan import StepPlan
+from workers.core.plan import Chunk, StepPlan
 from workers.core.policy import Limits
 from workers.core.request import Request, Sampling, Sequence
-from workers.core.scheduler import Advance, Scheduler
+from workers.core.scheduler import Scheduler
 
 LAYOUT = KVLayout("t0", num_layers=2, num_kv_heads=2, head_dim=16, page_size=16, dtype="float32")
 
@@ -34,27 +34,35 @@ class Stepper:
     step: int = 0
     token_steps: dict[str, list[int]] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)  # request id -> finish reason
+    handed_off: dict[str, list[int]] = field(default_factory=dict)  # request id -> its pages
+    chunks: tuple[Chunk, ...] = ()  # of the last step
+    prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         self.pool = PagePool(self.num_pages, self.page_size)
-        self.scheduler = Scheduler(self.limits, self.pool)
+        self.scheduler = Scheduler(self.limits, self.pool, prefix_caching=self.prefix_caching)
 
     def submit(self, req: Request, **kwargs: object) -> Sequence:
         seq = Sequence(req, **kwargs)  # type: ignore[arg-type]
         self.scheduler.submit(seq)
         return seq
 
-    def run_step(self) -> tuple[StepPlan, list[Advance]]:
+    def run_step(self) -> tuple[StepPlan, list[str]]:
+        """The plan, and the ids of the requests that got a token."""
         self.step += 1
         plan = self.scheduler.plan()
-        self.check(plan)
-        sampled = {c.seq.id: len(c.seq.output) + 7 for c in plan.chunks if c.samples}
-        advances = self.scheduler.commit(plan, sampled)
-        for advance in advances:
-            self.token_steps.setdefault(advance.seq.id, []).append(self.step)
-            if advance.finish_reason:
-                self.ended[advance.seq.id] = advance.finish_reason
-        return plan, advances
+        self.chunks = plan.chunks
+        self.check()
+        sampled = {c.seq.id: len(c.seq.output) + 7 for c in self.chunks if c.samples}
+        departures = self.scheduler.commit(plan, sampled)
+        for name in sampled:
+            self.token_steps.setdefault(name, []).append(self.step)
+        for seq, reason, handed_off in departures:
+            if reason:
+                self.ended[seq.id] = reason
+            if handed_off is not None:
+                self.handed_off[seq.id] = handed_off
+        return plan, list(sampled)
 
     def run(self, max_steps: int = 100_000) -> int:
         """Step until nothing is left; returns the number of steps."""
@@ -64,14 +72,13 @@ class Stepper:
             self.run_step()
         return self.step - start
 
-    def check(self, plan: StepPlan) -> None:
+    def check(self) -> None:
         """Invariants of every plan."""
-        held = [page for seq in self.scheduler.running for page in seq.pages]
-        assert len(held) == len(set(held))
-        assert len({c.seq.id for c in plan.chunks}) == len(plan.chunks)
-        kinds = [c.is_decode for c in plan.chunks]
+        chunks = self.chunks
+        assert len({c.seq.id for c in chunks}) == len(chunks)
+        kinds = [c.is_decode for c in chunks]
         assert kinds == sorted(kinds, reverse=True), "decodes come first"
-        for seq, start, length in plan.chunks:
+        for seq, start, length in chunks:
             assert start == seq.num_computed and 0 < length <= seq.num_pending
             assert len(seq.pages) * self.page_size >= start + length
 

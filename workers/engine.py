@@ -18,8 +18,8 @@ from kvtransfer.leases import Leases
 from kvtransfer.transport import TransferError, Transport
 from workers.core.output import KVLedger, Load, Output, Report, Timing, Token
 from workers.core.plan import Chunk, StepPlan
-from workers.core.request import Phase, Sequence
-from workers.core.scheduler import Advance, DoesNotFit, Scheduler
+from workers.core.request import Sequence
+from workers.core.scheduler import Departure, DoesNotFit, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class Clocked:
             prefill_s=0.0 if self.fetched else (self.first_token or now) - computing,
             transfer_s=self.fetched - started if self.fetched else 0.0,
             num_preemptions=seq.num_preemptions,
+            cached_tokens=min(seq.num_cached, len(seq.request.prompt)),
         )
 
 
@@ -99,7 +100,7 @@ class Engine:
         self._renew_at = 0.0
         leases.on_free = self._wake
         self._steps, self._step_s, self._failed_steps = 0, 0.0, 0
-        self._prompt_tokens, self._output_tokens = 0, 0
+        self._prompt_tokens, self._output_tokens, self._cached_tokens = 0, 0, 0
         self._load = Load(num_pages=scheduler.pool.num_pages, free_pages=scheduler.pool.num_free)
 
     # ------------------------------------------------------------------ any thread
@@ -153,9 +154,10 @@ class Engine:
             self._note_planned(plan)
             for seq in plan.fetches:
                 self._fetchers.submit(self._fetch, seq)
-            if plan.chunks:
+            stepped = bool(plan.decodes or plan.prefills)
+            if stepped:
                 self._step(plan)
-            self._report(stepped=bool(plan.chunks))
+            self._report(stepped)
             if not plan:
                 self._wait()
         for request_id in list(self._clocks):
@@ -163,52 +165,68 @@ class Engine:
         self._report(stepped=False)
 
     def _step(self, plan: StepPlan) -> None:
-        start = self._clock()
+        start, chunks = self._clock(), plan.chunks
         try:
-            tokens = self._executor.run(plan.chunks)
+            tokens = self._executor.run(chunks)
         except Exception as error:  # whatever it is, it ends these requests and not the worker
             logger.exception("step %d failed; its requests end with an error", self._steps)
             self._failed_steps += 1
-            for chunk in plan.chunks:
+            for chunk in chunks:
                 self._fail(chunk.seq, f"the model step failed: {type(error).__name__}")
             return
         self._failed_steps = 0
-        self._prompt_tokens += sum(c.length for c in plan.chunks if not c.is_decode)
-        self._drop_bad_tokens(plan, tokens)
-        advances = self._scheduler.commit(plan, {id: token.id for id, token in tokens.items()})
+        self._drop_bad_tokens(chunks, tokens)
+        departures = self._scheduler.commit(plan, {id: token.id for id, token in tokens.items()})
         now = self._clock()
         self._steps, self._step_s = self._steps + 1, now - start
-        self._output_tokens += len(advances)
-        for advance in advances:
-            self._outputs.append(self._advanced(advance, tokens[advance.seq.id], now))
+        self._prompt_tokens += sum(chunk.length for chunk in plan.prefills)
+        self._tell(chunks, tokens, {departure.seq.id: departure for departure in departures}, now)
 
-    def _drop_bad_tokens(self, plan: StepPlan, tokens: dict[str, Token]) -> None:
+    def _drop_bad_tokens(self, chunks: tuple[Chunk, ...], tokens: dict[str, Token]) -> None:
         """An id outside the vocabulary would take the whole batch down at the next step."""
-        for chunk in plan.chunks:
+        for chunk in chunks:
             token = tokens.get(chunk.seq.id)
             if token is not None and not 0 <= token.id < self._executor.vocab_size:
                 self._fail(chunk.seq, f"sampled token id {token.id} is outside the vocabulary")
+                del tokens[chunk.seq.id]
 
-    def _advanced(self, advance: Advance, token: Token, now: float) -> Output:
-        seq, clocked = advance.seq, self._clocks[advance.seq.id]
+    def _tell(
+        self,
+        chunks: tuple[Chunk, ...],
+        tokens: dict[str, Token],
+        departures: dict[str, Departure],
+        now: float,
+    ) -> None:
+        """An output for each sequence that got a token."""
+        for chunk in chunks:
+            token = tokens.get(chunk.seq.id)
+            if token is not None:
+                departure = departures.get(chunk.seq.id)
+                self._outputs.append(self._output(chunk.seq, token, departure, now))
+                self._output_tokens += 1
+
+    def _output(
+        self, seq: Sequence, token: Token, departure: Departure | None, now: float
+    ) -> Output:
+        clocked = self._clocks[seq.id]
         is_first = not clocked.first_token
+        if departure is None and not is_first:
+            return Output(seq.id, token)
         clocked.first_token = clocked.first_token or now
         fallback, clocked.fallback = clocked.fallback, None
         handle = None
-        if advance.handed_off is not None:
-            handle = self._lease(seq, advance.handed_off)
-        ended = advance.finish_reason is not None or handle is not None
-        output = Output(
+        if departure is not None and departure.handed_off is not None:
+            handle = self._lease(seq, departure.handed_off)
+        if departure is not None:
+            self._forget(seq.id)
+        return Output(
             seq.id,
             token,
-            advance.finish_reason,
+            departure.finish_reason if departure else None,
             handle,
             fallback=fallback,
-            timing=clocked.timing(seq, now) if is_first or ended else None,
+            timing=clocked.timing(seq, now),
         )
-        if ended:
-            self._forget(seq.id)
-        return output
 
     def _lease(self, seq: Sequence, pages: list[int]) -> KVHandle:
         self._leases.grant(seq.id, pages, seq.num_computed)
@@ -219,9 +237,11 @@ class Engine:
 
     def _note_planned(self, plan: StepPlan) -> None:
         now = self._clock()
-        for seq in (*plan.fetches, *(chunk.seq for chunk in plan.chunks)):
+        for seq in (*plan.fetches, *(chunk.seq for chunk in plan.prefills)):
             clocked = self._clocks[seq.id]
-            clocked.planned = clocked.planned or now
+            if not clocked.planned:
+                clocked.planned = now
+                self._cached_tokens += seq.num_cached
 
     # ------------------------------------------------------------------ the inbox
 
@@ -279,8 +299,9 @@ class Engine:
         try:
             if self._transport is None:
                 raise TransferError("this worker has no transport")
-            pages = seq.pages[: seq.handle.num_pages]
-            self._transport.fetch(seq.handle, pages, self._transfer_timeout_s)
+            skip = seq.num_cached // self._scheduler.pool.page_size  # already here
+            pages = seq.pages[skip : seq.handle.num_pages]
+            self._transport.fetch(seq.handle, skip, pages, self._transfer_timeout_s)
         except Exception as error:  # any failure becomes a recompute, never a lost request
             failure = f"{type(error).__name__}: {error}"
         self._inbox.put(lambda: self._fetch_ended(seq, failure))
@@ -326,11 +347,10 @@ class Engine:
 
     def _measure(self) -> Load:
         scheduler = self._scheduler
-        decodes = [seq for seq in scheduler.running if seq.phase is Phase.DECODE]
-        prefills = [seq for seq in scheduler.running if seq.phase is Phase.PREFILL]
+        decodes, prefills = scheduler.decodes, scheduler.prefills
         return Load(
             waiting_seqs=scheduler.num_waiting,
-            running_seqs=len(scheduler.running),
+            running_seqs=len(decodes) + len(prefills),
             decode_seqs=len(decodes),
             queued_tokens=scheduler.waiting_tokens + sum(seq.num_pending for seq in prefills),
             context_tokens=sum(seq.num_computed for seq in decodes),
@@ -342,9 +362,11 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
+            cached_tokens=self._cached_tokens,
         )
 
     def _take_stock(self) -> KVLedger:
         self._sweep_leases()
-        pool = self._scheduler.pool
-        return KVLedger(pool.num_pages, pool.num_free, self._scheduler.owned(), self._leases.held())
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        held = self._leases.held()
+        return KVLedger(pool.num_pages, pool.num_free, pool.num_kept, scheduler.owned(), held)

@@ -32,9 +32,7 @@ def test_neighbours_and_page_order_do_not_change_tokens(t0: ModelRunner) -> None
 
 
 @pytest.mark.parametrize("page_size", [8, 32])
-def test_page_size_does_not_change_tokens(
-    t0: ModelRunner, t0_folder: Path, page_size: int
-) -> None:
+def test_page_size_does_not_change_tokens(t0: ModelRunner, t0_folder: Path, page_size: int) -> None:
     runner = load_runner(t0_folder, "float32", page_size=page_size, num_pages=20)
     outputs = []
     for each in (t0, runner):

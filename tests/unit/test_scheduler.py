@@ -1,17 +1,18 @@
 """The scheduler keeps its promises under every policy, budget and pool."""
 
+import itertools
 import random
 
 import pytest
 
 from tests.stepper import Stepper, handle, request
 from workers.core.policy import POLICIES, Limits
-from workers.core.request import Phase
 from workers.core.scheduler import DoesNotFit
 
 
-def chunks_of(plan, name):
-    return [(c.start, c.length) for c in plan.chunks if c.seq.id == name]
+def chunks_of(stepper, name):
+    """Of the last step."""
+    return [(c.start, c.length) for c in stepper.chunks if c.seq.id == name]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -68,9 +69,9 @@ def test_decodes_come_first_and_a_long_prompt_takes_what_is_left():
         stepper.submit(request(name, 4, 100))
     stepper.run_step()
     stepper.submit(request("long", 1000))
-    plan, advances = stepper.run_step()
-    assert {a.seq.id for a in advances} == set("abcd")
-    assert chunks_of(plan, "long") == [(0, 16)], "28 tokens are left: one whole tile"
+    _, sampled = stepper.run_step()
+    assert set(sampled) == set("abcd")
+    assert chunks_of(stepper, "long") == [(0, 16)], "28 tokens are left: one whole tile"
 
 
 def test_splitfuse_fills_every_step_to_the_last_token():
@@ -78,7 +79,7 @@ def test_splitfuse_fills_every_step_to_the_last_token():
     for i in range(10):
         stepper.submit(request(str(i), 45, 8))
     sizes = []
-    while any(s.phase is not Phase.DECODE for s in stepper.scheduler.running) or not sizes:
+    while stepper.scheduler.prefills or stepper.scheduler.num_waiting or not sizes:
         plan, _ = stepper.run_step()
         sizes.append(sum(c.length for c in plan.chunks))
     assert set(sizes[:-1]) == {32}
@@ -89,9 +90,9 @@ def test_prefill_first_stops_the_decodes_for_a_whole_prompt():
     stepper.submit(request("short", 4, 50))
     stepper.run_step()
     stepper.submit(request("long", 1000))
-    plan, advances = stepper.run_step()
-    assert chunks_of(plan, "long") == [(0, 1000)], "a prompt over the budget runs alone, whole"
-    assert [a.seq.id for a in advances] == ["long"]
+    _, sampled = stepper.run_step()
+    assert chunks_of(stepper, "long") == [(0, 1000)], "a prompt over the budget runs alone, whole"
+    assert sampled == ["long"]
 
 
 def test_static_admits_nobody_until_the_batch_has_ended():
@@ -113,7 +114,7 @@ def test_no_decode_waits_long_under_a_stream_of_prompts():
         stepper.submit(request(f"prompt{i}", 512, 4, arrived_at=float(i)))
     for i in range(6):
         steps = stepper.token_steps[f"stream{i}"]
-        assert max(b - a for a, b in zip(steps, steps[1:], strict=False)) <= 3
+        assert max(b - a for a, b in itertools.pairwise(steps)) <= 3
     assert sum(len(stepper.token_steps.get(f"prompt{i}", [])) > 0 for i in range(150)) > 100
 
 
@@ -198,14 +199,13 @@ def test_a_sequence_that_outgrows_the_pool_ends_there():
 
 def test_a_sequence_leaves_with_its_pages_after_its_first_token():
     stepper = Stepper(Limits(64, 8))
-    stepper.submit(request("moved", 100, 8), hand_off=True)
+    seq = stepper.submit(request("moved", 100, 8), hand_off=True)
     stepper.submit(request("done", 10, 1), hand_off=True)
-    advances = [a for _ in range(2) for a in stepper.run_step()[1]]
-    moved = next(a for a in advances if a.seq.id == "moved")
-    assert moved.handed_off is not None and len(moved.handed_off) == 7
-    assert moved.seq.num_computed == 100 and moved.seq.output == [7]
+    stepper.run()
+    assert len(stepper.handed_off["moved"]) == 7
+    assert seq.num_computed == 100 and seq.output == [7]
     assert stepper.ended == {"done": "length"}, "one token needs no second worker"
-    stepper.pool.take_back(moved.handed_off)
+    stepper.pool.take_back(stepper.handed_off["moved"])
     assert stepper.is_clean
 
 
@@ -215,20 +215,20 @@ def test_a_running_decode_is_handed_off_at_any_token():
     for _ in range(5):
         stepper.run_step()
     assert stepper.scheduler.hand_off("moved")
-    _, [advance] = stepper.run_step()
-    assert advance.handed_off and seq.num_computed == 15 and len(seq.output) == 6
+    stepper.run_step()
+    assert stepper.handed_off["moved"] and seq.num_computed == 15 and len(seq.output) == 6
 
 
 def test_a_failed_fetch_is_computed_here_and_a_landed_one_is_not():
-    stepper = Stepper()
+    stepper = Stepper(prefix_caching=False)
     landed = stepper.submit(request("a", 40), output=[5], handle=handle("a", 40))
     failed = stepper.submit(request("b", 40), output=[5], handle=handle("b", 40))
     plan, _ = stepper.run_step()
     assert set(plan.fetches) == {landed, failed} and not plan.chunks
     stepper.scheduler.fetch_ended(landed, landed=True)
     stepper.scheduler.fetch_ended(failed, landed=False)
-    plan, _ = stepper.run_step()
-    assert chunks_of(plan, "a") == [(40, 1)] and chunks_of(plan, "b") == [(0, 41)]
+    stepper.run_step()
+    assert chunks_of(stepper, "a") == [(40, 1)] and chunks_of(stepper, "b") == [(0, 41)]
 
 
 def test_pages_of_an_aborted_fetch_stay_reserved_until_the_transfer_is_over():

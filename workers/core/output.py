@@ -22,6 +22,7 @@ class Timing:
     prefill_s: float = 0.0  # first chunk planned -> first token
     transfer_s: float = 0.0  # fetch started -> pages landed
     num_preemptions: int = 0
+    cached_tokens: int = 0  # of the prompt: their pages were here already
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Load:
     decode_seqs: int = 0
     queued_tokens: int = 0  # prompt tokens not yet computed, waiting and running
     context_tokens: int = 0  # sum of the running decodes' contexts
-    free_pages: int = 0
+    free_pages: int = 0  # those kept for their contents included
     num_pages: int = 0
     leased_pages: int = 0  # handed off and not yet fetched
     step: int = 0  # counter of finished steps: the progress heartbeat
@@ -58,6 +59,7 @@ class Load:
     num_preemptions: int = 0  # since start
     prompt_tokens: int = 0  # computed since start
     output_tokens: int = 0  # sampled since start
+    cached_tokens: int = 0  # found in the prefix cache instead of computed, since start
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,8 @@ class KVLedger:
     """Who holds each page of a worker, for /debug/kv and the leak tests."""
 
     num_pages: int
-    free: int
+    free: int  # those kept for their contents included
+    cached: int  # pages kept for their contents, held by nobody
     owned: dict[str, int]  # request id -> pages
     leased: dict[str, int]  # request id -> pages handed off, waiting for the receiver
 

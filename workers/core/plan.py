@@ -37,20 +37,24 @@ class BatchShape:
 class StepPlan:
     """Decodes first, then prompt chunks: attention backends rely on the order."""
 
-    chunks: tuple[Chunk, ...] = ()
+    decodes: tuple[Sequence, ...] = ()
+    prefills: tuple[Chunk, ...] = ()
     fetches: tuple[Sequence, ...] = ()  # pages are reserved; bring their KV here
     preempted: tuple[Sequence, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.chunks or self.fetches)
+        return bool(self.decodes or self.prefills or self.fetches)
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """All that is computed, in the order of the batch. Ask before the step is committed."""
+        return (*(Chunk(seq, seq.num_computed, 1) for seq in self.decodes), *self.prefills)
 
     @property
     def shape(self) -> BatchShape:
-        decodes = [c for c in self.chunks if c.is_decode]
-        prefills = [c for c in self.chunks if not c.is_decode]
         return BatchShape(
-            prefill_tokens=sum(c.length for c in prefills),
-            prefill_context=sum(c.length * (c.start + c.length) for c in prefills),
-            decode_seqs=len(decodes),
-            decode_context=sum(c.start for c in decodes),
+            prefill_tokens=sum(c.length for c in self.prefills),
+            prefill_context=sum(c.length * (c.start + c.length) for c in self.prefills),
+            decode_seqs=len(self.decodes),
+            decode_context=sum(seq.num_computed for seq in self.decodes),
         )

@@ -43,6 +43,7 @@ class Request:
     slo: SLO = SLO()
     arrived_at: float = 0.0  # on this process's clock
     priority: int = 0  # lower is served first, as in vLLM
+    cache_salt: str = ""  # only requests with the same salt share cached prefixes
 
     @property
     def max_tokens_total(self) -> int:
@@ -81,12 +82,21 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     phase: Phase = Phase.WAITING
     num_computed: int = 0
+    num_cached: int = 0  # of these, tokens whose pages were found here when it was admitted
     pages: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)  # of the full pages named so far
+    num_published: int = 0  # pages that others can find by their keys
     num_preemptions: int = 0
+    id: str = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)
+    max_output: int = field(init=False)  # tokens after which it ends: asked for, or all that fit
+    quiet: int = 0  # decode steps in which nothing but one more token can happen
+    rank: tuple[int, float, int] = (0, 0.0, 0)  # importance; given when it is submitted
 
-    @property
-    def id(self) -> str:
-        return self.request.id
+    def __post_init__(self) -> None:
+        self.id = self.request.id
+        self.stop_ids = self.request.sampling.stop_ids
+        self.max_output = self.request.sampling.max_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -100,12 +110,11 @@ class Sequence:
     @property
     def finish_reason(self) -> str | None:
         """Why the last token ends the sequence; None when it does not."""
-        sampling = self.request.sampling
         if not self.output:
             return None
-        if self.output[-1] in sampling.stop_ids:
+        if self.output[-1] in self.stop_ids:
             return "stop"
-        return "length" if len(self.output) >= sampling.max_tokens else None
+        return "length" if len(self.output) >= self.max_output else None
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Ids of positions [start, stop) of prompt + output."""

@@ -1,51 +1,60 @@
 """Which tokens of which sequences the next step computes, and who holds the pages for them.
 
-The executor (the engine or the simulator) repeats: plan, execute, commit. Between the two
-nothing else changes a sequence. Pages for a whole prompt are taken when it is admitted, so only
-decodes grow; when the pool is empty the least important, youngest sequence gives its pages back
-and is computed again later (preemption by recompute). The oldest sequence always advances, hence
-no livelock.
+The executor (the engine or the simulator) repeats: plan, execute, commit. Pages for a whole prompt
+are taken when it is admitted, less those whose contents are already here, so only decodes grow;
+when the pool is empty the least important, youngest sequence gives its pages back and is computed
+again later (preemption by recompute). The oldest sequence always advances, hence no livelock.
+
+A decode costs a step only its token: everything rarer (a page border, the last token, a hand-off)
+is counted down in ``Sequence.quiet``. No step looks at sequences that wait, but for the first.
 """
 
 import heapq
+from bisect import insort
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from workers.core.pages import PagePool
 from workers.core.plan import Chunk, StepPlan
 from workers.core.policy import POLICIES, Batch, Limits, Turn
+from workers.core.prefix import next_key, root_key
 from workers.core.request import Phase, Sequence
+
+by_rank = attrgetter("rank")
 
 
 class DoesNotFit(Exception):
     """The sequence is longer than an empty pool holds: it would wait for ever."""
 
 
-class Advance(NamedTuple):
-    """What a committed step did to one sequence that sampled."""
+class Departure(NamedTuple):
+    """A sequence whose last token here came with the committed step."""
 
     seq: Sequence
-    finish_reason: str | None  # it has left; its pages are free
-    handed_off: list[int] | None = None  # it has left; these pages are for a lease
+    finish_reason: str | None
+    handed_off: list[int] | None = None  # pages that now belong to a lease
 
 
 class Scheduler:
     """Sequences from submission to their end; pure, and not thread-safe."""
 
-    def __init__(self, limits: Limits, pool: PagePool) -> None:
+    def __init__(
+        self, limits: Limits, pool: PagePool, *, model: str = "", prefix_caching: bool = True
+    ) -> None:
         self.limits, self.pool = limits, pool
-        self.running: list[Sequence] = []  # PREFILL and DECODE, most important first
-        self.waiting_tokens = 0  # prompt tokens of the sequences that wait to be computed here
+        self.waiting_tokens = 0  # of the sequences that wait to be computed here
         self.num_preemptions = 0
+        self._model, self._caching = model, prefix_caching
         self._by_id: dict[str, Sequence] = {}
+        self._decodes: dict[Sequence, None] = {}  # in the order of their turns
+        self._prefills: list[Sequence] = []  # most important first
+        self._due: list[Sequence] = []  # decodes whose next token needs a page, and ended ones
         self._waiting: list[tuple[int, float, int, Sequence]] = []  # heap; may hold ended ones
         self._num_waiting = 0
-        self._rank: dict[str, tuple[int, float, int]] = {}
         self._fetching: dict[str, Sequence] = {}  # also aborted ones whose pages still fill
-        self._last_step: dict[str, int] = {}  # of a decode; only kept while the budget is short
         self._order = count()
-        self._step = 0
 
     # ------------------------------------------------------------------ in and out
 
@@ -60,8 +69,11 @@ class Scheduler:
                 f"{seq.num_tokens} tokens do not fit the KV pool of {self.pool.max_tokens} tokens "
                 f"({self.pool.num_pages} pages of {self.pool.page_size})"
             )
+        request = seq.request
+        # The pool is the last bound on a context; the KV of the last token is never needed.
+        seq.max_output = min(seq.max_output, self.pool.max_tokens - len(request.prompt) + 1)
+        seq.rank = (request.priority, request.arrived_at, next(self._order))
         self._by_id[seq.id] = seq
-        self._rank[seq.id] = (seq.request.priority, seq.request.arrived_at, next(self._order))
         self._enqueue(seq)
 
     def abort(self, request_id: str) -> Sequence | None:
@@ -76,7 +88,7 @@ class Scheduler:
         """Let a running sequence leave with its pages after its next token."""
         seq = self._by_id.get(request_id)
         if seq is not None:
-            seq.hand_off = True
+            seq.hand_off, seq.quiet = True, 1
         return seq is not None
 
     def __getitem__(self, request_id: str) -> Sequence:
@@ -86,8 +98,20 @@ class Scheduler:
         return len(self._by_id)
 
     @property
+    def decodes(self) -> list[Sequence]:
+        return list(self._decodes)
+
+    @property
+    def prefills(self) -> list[Sequence]:
+        return list(self._prefills)
+
+    @property
     def num_waiting(self) -> int:
         return self._num_waiting
+
+    def waiting(self) -> Iterator[Sequence]:
+        """Sequences that wait, in no particular order."""
+        return (entry[3] for entry in self._waiting if entry[3].phase is Phase.WAITING)
 
     def owned(self) -> dict[str, int]:
         """Pages of each sequence that holds some, aborted fetches included."""
@@ -98,199 +122,277 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """The next step. Empty when nothing can run."""
-        self._step += 1
         preempted = self._yield_to_priority()
-        num_decodes = sum(seq.phase is Phase.DECODE for seq in self.running)
-        batch = Batch(num_decodes, len(self.running) - num_decodes, self._num_waiting)
+        batch = Batch(len(self._decodes), len(self._prefills), self._num_waiting)
         for turn in POLICIES[self.limits.policy](self.limits, batch):
             plan = self._fill(turn, preempted)
             if plan:
                 return plan
         return StepPlan(preempted=tuple(preempted))
 
-    def commit(self, plan: StepPlan, sampled: dict[str, int]) -> list[Advance]:
-        """Apply an executed step: one Advance for each sequence that got a token."""
-        advances = []
-        for seq, start, length in plan.chunks:
-            if self._by_id.get(seq.id) is not seq:
-                continue  # ended by the caller while the step ran
+    def commit(self, plan: StepPlan, sampled: dict[str, int]) -> list[Departure]:
+        """Apply an executed step: each sequence in ``sampled`` has one token more. Returns those
+        that left with it. What was aborted while the step ran is passed over."""
+        departures: list[Departure] = []
+        decode = Phase.DECODE
+        for seq in plan.decodes:
+            if seq.phase is not decode:
+                continue
+            token = sampled[seq.id]
+            seq.output.append(token)
+            seq.num_computed += 1
+            seq.quiet -= 1
+            if seq.quiet <= 0 or token in seq.stop_ids:
+                self._turn_of_events(seq, departures)
+        for seq, start, length in plan.prefills:
+            if seq.phase is not Phase.PREFILL:
+                continue
             samples = start + length == seq.num_tokens
             seq.num_computed = start + length
+            self._publish(seq)
             if samples:
                 seq.output.append(sampled[seq.id])
-                advances.append(self._advance(seq))
-        return advances
+                self._turn_of_events(seq, departures)
+        return departures
 
     def fetch_ended(self, seq: Sequence, landed: bool) -> bool:
         """A transfer into the reserved pages is over. Landed: go on from the tokens it brought.
-        Failed: compute them all again. False when the sequence was aborted meanwhile."""
+        Failed: compute what is not here. False when the sequence was aborted meanwhile."""
         del self._fetching[seq.id]
         if seq.phase is Phase.DONE:
             self.pool.release(seq)
             return False
         assert seq.handle is not None, "only a sequence with a handle is fetched"
-        if landed:
-            seq.num_computed, seq.handle = seq.handle.num_tokens, None
-            seq.move_to(Phase.DECODE if seq.num_pending == 1 else Phase.PREFILL)
-            self._join(seq)
+        if not landed:
+            self._back_to_queue(seq)
+            return True
+        seq.num_computed, seq.handle = seq.handle.num_tokens, None
+        self._publish(seq)
+        if seq.num_pending == 1:
+            self._join_decodes(seq)
         else:
-            self.pool.release(seq)
-            seq.handle = None
-            seq.move_to(Phase.WAITING)
-            self._enqueue(seq)
+            self._join_prefills(seq)
         return True
 
     # ------------------------------------------------------------------ filling a step
 
     def _fill(self, turn: Turn, preempted: list[Sequence]) -> StepPlan:
-        chunks: dict[str, Chunk] = {}
         num_preempted = len(preempted)
-        for seq in self._decodes(turn.max_decodes):
-            if seq.phase is not Phase.DECODE:
-                continue  # preempted for one before it
-            if self._make_room(seq, preempted, chunks):
-                chunks[seq.id] = Chunk(seq, seq.num_computed, 1)
+        decodes: tuple[Sequence, ...] = ()
+        if turn.max_decodes:
+            self._make_room(preempted)
+            decodes = self._take_turns(turn.max_decodes)
         left = turn.max_prefill_tokens
         prefills: list[Chunk] = []
-        for seq in self.running:
-            if left > 0 and seq.phase is Phase.PREFILL:
-                left -= self._cut(seq, turn, left, prefills)
+        for seq in self._prefills:
+            if left <= 0:
+                break
+            left -= self._cut(seq, seq.num_computed, turn, left, prefills)
         fetches: list[Sequence] = []
         if turn.admit and len(preempted) == num_preempted:
             fetches = self._admit(turn, left, prefills)
-        return StepPlan((*chunks.values(), *prefills), tuple(fetches), tuple(preempted))
+        return StepPlan(decodes, tuple(prefills), tuple(fetches), tuple(preempted))
 
-    def _decodes(self, max_decodes: int) -> list[Sequence]:
+    def _take_turns(self, max_decodes: int) -> tuple[Sequence, ...]:
         """The decodes of this step; when not all fit the budget, those that waited longest."""
-        if max_decodes == 0:
-            return []
-        decodes = [seq for seq in self.running if seq.phase is Phase.DECODE]
-        if len(decodes) <= max_decodes:
-            self._last_step.clear()
-            return decodes
-        decodes.sort(key=lambda seq: self._last_step.get(seq.id, 0))
-        chosen = decodes[:max_decodes]
-        self._last_step.update((seq.id, self._step) for seq in chosen)
+        if len(self._decodes) <= max_decodes:
+            return tuple(self._decodes)
+        chosen = tuple(islice(self._decodes, max_decodes))
+        for seq in chosen:
+            del self._decodes[seq]
+            self._decodes[seq] = None
         return chosen
 
-    def _make_room(
-        self, seq: Sequence, preempted: list[Sequence], chunks: dict[str, Chunk]
-    ) -> bool:
-        """Pages for one more token, at the cost of the least important; False: it was itself."""
-        while not self.pool.fits(seq, seq.num_tokens):
-            victim = self.running[-1]
-            self._preempt(victim)
-            preempted.append(victim)
-            chunks.pop(victim.id, None)
-            if victim is seq:
-                return False
-        self.pool.grow(seq, seq.num_tokens)
-        return True
+    def _make_room(self, preempted: list[Sequence]) -> None:
+        """A page for each decode at a page border, at the cost of the least important."""
+        due, self._due = sorted(self._due, key=by_rank), []
+        for seq in due:
+            while seq.phase is Phase.DECODE and not self.pool.fits(seq, seq.num_tokens):
+                victim = self._least_important()
+                self._preempt(victim)
+                preempted.append(victim)
+            if seq.phase is Phase.DECODE:
+                self.pool.grow(seq, seq.num_tokens)
 
-    def _cut(self, seq: Sequence, turn: Turn, left: int, chunks: list[Chunk]) -> int:
+    def _cut(self, seq: Sequence, start: int, turn: Turn, left: int, chunks: list[Chunk]) -> int:
         """Append the sequence's next chunk within ``left`` tokens; returns its length."""
-        length = seq.num_pending
+        length = seq.num_tokens - start
         if turn.tile == 0:  # whole prompts; one that exceeds the budget runs alone
             if length > left and chunks:
                 return 0
         elif length > left:
             length = left - left % turn.tile or left
-        chunks.append(Chunk(seq, seq.num_computed, length))
+        chunks.append(Chunk(seq, start, length))
         return length
 
     def _admit(self, turn: Turn, left: int, chunks: list[Chunk]) -> list[Sequence]:
         fetches: list[Sequence] = []
-        while len(self.running) + len(self._fetching) < self.limits.max_seqs:
+        while self._num_running + len(self._fetching) < self.limits.max_seqs:
             seq = self._head()
-            if seq is None or not self.pool.fits(seq, seq.num_tokens):
+            if seq is None:
                 break
+            cached = self._cached(seq)
+            if not self.pool.fits(seq, seq.num_tokens, cached):
+                break
+            num_cached = len(cached) * self.pool.page_size
             if seq.handle is not None:
-                self._dequeue(Phase.FETCHING)
+                self._seat(seq, Phase.FETCHING, cached)
                 self._fetching[seq.id] = seq
                 fetches.append(seq)
                 continue
-            length = self._cut(seq, turn, left, chunks) if left > 0 else 0
+            length = self._cut(seq, num_cached, turn, left, chunks) if left > 0 else 0
             if length == 0:
                 break
             left -= length
-            self._dequeue(Phase.PREFILL)
-            self._join(seq)
+            self._seat(seq, Phase.PREFILL, cached)
+            insort(self._prefills, seq, key=by_rank)
         return fetches
+
+    def _seat(self, seq: Sequence, phase: Phase, cached: list[int]) -> None:
+        """Take the first in the queue into the batch, with all the pages of its tokens."""
+        heapq.heappop(self._waiting)
+        self._forget_waiting(seq)
+        seq.move_to(phase)
+        self.pool.share(seq, cached)
+        seq.num_published = len(cached)
+        seq.num_computed = seq.num_cached = len(cached) * self.pool.page_size
+        self.pool.grow(seq, seq.num_tokens)
 
     # ------------------------------------------------------------------ who runs
 
-    def _advance(self, seq: Sequence) -> Advance:
+    @property
+    def _num_running(self) -> int:
+        return len(self._decodes) + len(self._prefills)
+
+    def _turn_of_events(self, seq: Sequence, departures: list[Departure]) -> None:
+        """What its newest token means for a sequence, beyond being one more token."""
         reason = seq.finish_reason
-        if reason is None and seq.num_tokens > self.pool.max_tokens:
-            reason = "length"  # the pool is the last bound on a context
         if reason is not None:
+            self._publish(seq)
             self._leave(seq, Phase.DONE)
-            return Advance(seq, reason)
-        if seq.hand_off:
-            pages = seq.pages
-            seq.pages = []
+            departures.append(Departure(seq, reason))
+        elif seq.hand_off:
+            pages, seq.pages = seq.pages, []
             self._leave(seq, Phase.HANDED_OFF)
-            return Advance(seq, None, pages)
-        if seq.phase is Phase.PREFILL:
-            seq.move_to(Phase.DECODE)
-        return Advance(seq, None)
+            departures.append(Departure(seq, None, pages))
+        elif seq.phase is Phase.PREFILL:
+            self._prefills.remove(seq)
+            self._join_decodes(seq)
+        else:
+            self._publish(seq)
+            self._count_down(seq)
+
+    def _join_decodes(self, seq: Sequence) -> None:
+        seq.move_to(Phase.DECODE)
+        self._decodes[seq] = None
+        self._count_down(seq)
+
+    def _join_prefills(self, seq: Sequence) -> None:
+        seq.move_to(Phase.PREFILL)
+        insort(self._prefills, seq, key=by_rank)
+
+    def _count_down(self, seq: Sequence) -> None:
+        """Steps until the sequence is at a page border or has all its tokens."""
+        page_size = self.pool.page_size
+        to_border = page_size - seq.num_computed % page_size
+        seq.quiet = 1 if seq.hand_off else min(to_border, seq.max_output - len(seq.output))
+        if to_border == page_size:
+            self._due.append(seq)
 
     def _yield_to_priority(self) -> list[Sequence]:
         """Preempt less important sequences for a more important one that waits in vain."""
         preempted: list[Sequence] = []
         head = self._head()
-        while head is not None and self.running:
-            worst = self.running[-1]
-            if worst.request.priority <= head.request.priority or self._has_room(head):
-                break
-            if not self._would_fit(head):
+        while head is not None and self._num_running and not self._has_room(head):
+            worst = self._least_important()
+            if worst.request.priority <= head.request.priority or not self._would_fit(head):
                 break
             self._preempt(worst)
             preempted.append(worst)
-            head = self._head()
         return preempted
 
     def _has_room(self, seq: Sequence) -> bool:
-        seats = self.limits.max_seqs - len(self.running) - len(self._fetching)
-        return seats > 0 and self.pool.fits(seq, seq.num_tokens)
+        seats = self.limits.max_seqs - self._num_running - len(self._fetching)
+        return seats > 0 and self.pool.fits(seq, seq.num_tokens, self._cached(seq))
 
     def _would_fit(self, head: Sequence) -> bool:
         """Whether giving up every less important sequence makes room for ``head``."""
-        less = [s for s in self.running if s.request.priority > head.request.priority]
-        pages = self.pool.num_free + sum(len(s.pages) for s in less)
+        running = (*self._decodes, *self._prefills)
+        less = (seq for seq in running if seq.request.priority > head.request.priority)
+        pages = self.pool.num_free + sum(len(seq.pages) for seq in less)
         return pages >= self.pool.pages_for(head.num_tokens)
 
+    def _least_important(self) -> Sequence:
+        return max((*self._decodes, *self._prefills), key=by_rank)
+
     def _preempt(self, seq: Sequence) -> None:
-        self.running.remove(seq)
-        self.pool.release(seq)
-        seq.move_to(Phase.WAITING)
-        seq.num_computed, seq.handle = 0, None  # the source has let go of its copy
         seq.num_preemptions += 1
         self.num_preemptions += 1
+        self._unseat(seq)
+        self._back_to_queue(seq)
+
+    def _back_to_queue(self, seq: Sequence) -> None:
+        self.pool.release(seq)
+        seq.move_to(Phase.WAITING)
+        seq.num_computed = seq.num_cached = 0
+        seq.handle = None  # the source has let go of its copy
         self._enqueue(seq)
 
-    def _join(self, seq: Sequence) -> None:
-        """Keep ``running`` sorted by importance; nearly always an append."""
-        rank, at = self._rank[seq.id], len(self.running)
-        while at and self._rank[self.running[at - 1].id] > rank:
-            at -= 1
-        self.running.insert(at, seq)
+    def _unseat(self, seq: Sequence) -> None:
+        if seq.phase is Phase.DECODE:
+            del self._decodes[seq]
+        elif seq.phase is Phase.PREFILL:
+            self._prefills.remove(seq)
 
     def _leave(self, seq: Sequence, phase: Phase) -> None:
         if seq.phase is Phase.WAITING:
             self._forget_waiting(seq)
-        elif seq.phase in (Phase.PREFILL, Phase.DECODE):
-            self.running.remove(seq)
+        elif seq.phase is not Phase.FETCHING:
+            self._unseat(seq)
             self.pool.release(seq)
         seq.move_to(phase)
-        del self._by_id[seq.id], self._rank[seq.id]
+        del self._by_id[seq.id]
+
+    # ------------------------------------------------------------------ contents of pages
+
+    def _cached(self, seq: Sequence) -> list[int]:
+        """Pages here that hold the sequence's first tokens already; never its last token, which
+        has to be computed for the next one."""
+        if not self._caching:
+            return []
+        num_pages = (seq.num_tokens - 1) // self.pool.page_size
+        self._name_pages(seq, num_pages)
+        return self.pool.find(islice(seq.keys, num_pages))
+
+    def _publish(self, seq: Sequence) -> None:
+        """Let others find the pages that the sequence has filled."""
+        if not self._caching:
+            return
+        size = self.pool.page_size
+        num_full = seq.num_computed // size
+        self._name_pages(seq, num_full)
+        for i in range(seq.num_published, num_full):
+            self.pool.publish(seq.pages[i], seq.keys[i], seq.tokens(i * size, (i + 1) * size))
+        seq.num_published = max(seq.num_published, num_full)
+
+    def _name_pages(self, seq: Sequence, num_pages: int) -> None:
+        size, keys = self.pool.page_size, seq.keys
+        if len(keys) >= num_pages:
+            return
+        parent = keys[-1] if keys else self._root(seq.request.cache_salt)
+        for i in range(len(keys), num_pages):
+            parent = next_key(parent, seq.tokens(i * size, (i + 1) * size))
+            keys.append(parent)
+
+    def _root(self, salt: str) -> bytes:
+        return root_key(self._model, salt)
 
     # ------------------------------------------------------------------ the queue
 
     def _enqueue(self, seq: Sequence) -> None:
-        heapq.heappush(self._waiting, (*self._rank[seq.id], seq))
+        heapq.heappush(self._waiting, (*seq.rank, seq))
         self._num_waiting += 1
-        self.waiting_tokens += seq.num_pending if seq.handle is None else 0
+        self.waiting_tokens += seq.num_tokens if seq.handle is None else 0
 
     def _head(self) -> Sequence | None:
         while self._waiting:
@@ -300,16 +402,6 @@ class Scheduler:
             heapq.heappop(self._waiting)  # aborted while it waited
         return None
 
-    def _dequeue(self, phase: Phase) -> None:
-        seq = heapq.heappop(self._waiting)[3]
-        self._forget_waiting(seq)
-        seq.move_to(phase)
-        self.pool.grow(seq, seq.num_tokens)
-
     def _forget_waiting(self, seq: Sequence) -> None:
         self._num_waiting -= 1
-        self.waiting_tokens -= seq.num_pending if seq.handle is None else 0
-
-    def waiting(self) -> Iterator[Sequence]:
-        """Sequences that wait, in no particular order."""
-        return (entry[3] for entry in self._waiting if entry[3].phase is Phase.WAITING)
+        self.waiting_tokens -= seq.num_tokens if seq.handle is None else 0
