@@ -16,7 +16,7 @@ Script = Callable[[str, Submission, int], Event]
 
 
 def hashed(vocab_size: int = 256) -> Script:
-    """The FAKE model: the next token is a hash of prompt, seed and position, never a special one."""
+    """The FAKE model: a hash of prompt, seed and position; never a special token."""
 
     def script(worker: str, submission: Submission, position: int) -> Event:
         request = submission.request
