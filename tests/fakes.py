@@ -16,12 +16,13 @@ Script = Callable[[str, Submission, int], Event]
 
 
 def hashed(vocab_size: int = 256) -> Script:
-    """The FAKE model: the next token is a hash of prompt, seed and position."""
+    """The FAKE model: a hash of prompt, seed and position; never a special token."""
 
     def script(worker: str, submission: Submission, position: int) -> Event:
         request = submission.request
         key = f"{request.prompt}{request.sampling.seed}{position}".encode()
-        return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big") % vocab_size
+        number = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big")
+        return 3 + number % (vocab_size - 3)
 
     return script
 

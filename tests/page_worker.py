@@ -63,7 +63,7 @@ class StoppedHalfWay(SignalledHalfWay):
 
 class Slow(PageSource):
     def _send(self, pair: Pair, buffer: Tensor, transfer: int, deadline: Deadline) -> None:
-        time.sleep(0.5)
+        time.sleep(1.0)
         pair.send(buffer, transfer, deadline)
 
 
