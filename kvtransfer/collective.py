@@ -32,7 +32,7 @@ from kvtransfer.pair import Pair
 from kvtransfer.rendezvous import TARGET_RANK, Rendezvous
 from kvtransfer.source import PageSource
 from kvtransfer.staging import Staging
-from kvtransfer.transport import TransferError
+from kvtransfer.transport import TransferError, check_room
 from protos import evenflow_pb2 as pb
 
 MAX_PAIRS = 16  # per direction; each costs two threads and five descriptors
@@ -88,17 +88,21 @@ class CollectiveTransport:
             max_pairs=max_pairs,
         )
 
-    def fetch(self, handle: KVHandle, pages: Sequence[int], timeout_s: float) -> None:
+    def fetch(
+        self, handle: KVHandle, pages: Sequence[int], timeout_s: float, skip: int = 0
+    ) -> None:
         deadline = Deadline.after(timeout_s)
-        if len(pages) != handle.num_pages:
-            raise TransferError(f"{handle.num_pages} pages on offer, room made for {len(pages)}")
+        check_room(handle, pages, skip)
+        if not pages:
+            self._client.release_soon(handle)
+            return
         mismatch = self._layout.mismatch(handle.layout)
         if mismatch is not None:
             raise TransferError(f"layouts differ in {mismatch}")
         with self._incoming(handle, deadline) as incoming:
             failure: str | None = None
             try:
-                self._receive(incoming, handle, pages, deadline)
+                self._receive(incoming, handle, pages, skip, deadline)
             except NoLease:
                 raise  # nothing was sent: the pair is as good as before
             except Exception as error:  # whatever it was, the receiver can recompute
@@ -132,13 +136,18 @@ class CollectiveTransport:
         self.endpoint.close()
 
     def _receive(
-        self, incoming: _Incoming, handle: KVHandle, pages: Sequence[int], deadline: Deadline
+        self,
+        incoming: _Incoming,
+        handle: KVHandle,
+        pages: Sequence[int],
+        skip: int,
+        deadline: Deadline,
     ) -> None:
-        pair, answer = self._announce(incoming, handle, deadline)
+        pair, answer = self._announce(incoming, handle, skip, deadline)
         if answer.num_pages != len(pages):  # Gloo would end the process
-            raise TransferError(f"{answer.num_pages} pages leased, {len(pages)} expected")
+            raise TransferError(f"{answer.num_pages} pages come, {len(pages)} expected")
         with self._staging.lend() as memory:
-            buffer = memory.first(handle.num_bytes)
+            buffer = memory.first(len(pages) * self._layout.page_bytes)
             if pair.receive(buffer, incoming.num_transfers - 1, deadline) != answer.checksum:
                 raise TransferError(f"{handle.request_id} arrived with a wrong checksum")
             self._store(pair, buffer, pages)
@@ -151,18 +160,20 @@ class CollectiveTransport:
         pair.synchronize()
 
     def _announce(
-        self, incoming: _Incoming, handle: KVHandle, deadline: Deadline
+        self, incoming: _Incoming, handle: KVHandle, skip: int, deadline: Deadline
     ) -> tuple[Pair, pb.SendResponse]:
         """Agree with the source on what comes next over the pair; the bytes follow at once."""
         if incoming.pair is not None:
             try:
-                return incoming.pair, self._ask(incoming, handle, deadline)
+                return incoming.pair, self._ask(incoming, handle, skip, deadline)
             except NoPair:  # closed there to stay under its limit, or after its own failure
                 self._drop(incoming)
         pair = self._open(incoming, handle, deadline)
-        return pair, self._ask(incoming, handle, deadline)
+        return pair, self._ask(incoming, handle, skip, deadline)
 
-    def _ask(self, incoming: _Incoming, handle: KVHandle, deadline: Deadline) -> pb.SendResponse:
+    def _ask(
+        self, incoming: _Incoming, handle: KVHandle, skip: int, deadline: Deadline
+    ) -> pb.SendResponse:
         request = pb.SendRequest(
             target=self._incarnation,
             generation=incoming.generation,
@@ -170,6 +181,7 @@ class CollectiveTransport:
             transfer=incoming.num_transfers,
             timeout_s=deadline.left_s("Send"),
             incarnation=handle.incarnation,
+            first_page=skip,
         )
         incoming.num_transfers += 1
         return self._client.send(handle.source, request, deadline)

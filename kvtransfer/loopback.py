@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvtransfer.core.handle import KVHandle, KVLayout
 from kvtransfer.leases import Leases
-from kvtransfer.transport import TransferError
+from kvtransfer.transport import TransferError, check_room
 
 Moment = Literal["before", "after"]
 Fault = Callable[[Moment, KVHandle], None]  # may sleep or raise, before and after the copy
@@ -78,18 +78,22 @@ class LoopbackTransport:
         self._closed = False
         network.join(address, self._self)
 
-    def fetch(self, handle: KVHandle, pages: Sequence[int], timeout_s: float) -> None:
+    def fetch(
+        self, handle: KVHandle, pages: Sequence[int], timeout_s: float, skip: int = 0
+    ) -> None:
         deadline = time.monotonic() + timeout_s
-        source = self._source(handle, pages)
+        check_room(handle, pages, skip)
+        source = self._source(handle)
         self._meet_fault("before", handle, deadline)
         theirs = source.leases.begin_send(handle.request_id)
         if theirs is None:
             raise TransferError(f"{handle.source} holds no lease for {handle.request_id}")
         try:
-            if len(theirs) != len(pages):
-                raise TransferError(f"{len(theirs)} pages leased, {len(pages)} expected")
+            if len(theirs) - skip != len(pages):
+                raise TransferError(f"{len(theirs)} pages leased, {handle.num_pages} on offer")
             with torch.inference_mode():  # a pool may be an inference tensor
-                self._self.pool[list(pages)] = source.pool[list(theirs)].to(self._self.pool.device)
+                records = source.pool[list(theirs[skip:])]
+                self._self.pool[list(pages)] = records.to(self._self.pool.device)
             self._meet_fault("after", handle, deadline)
         finally:
             source.leases.end_send(handle.request_id, theirs)
@@ -111,13 +115,11 @@ class LoopbackTransport:
         self._closed = True
         self._network.leave(self._address, self._self)
 
-    def _source(self, handle: KVHandle, pages: Sequence[int]) -> Member:
+    def _source(self, handle: KVHandle) -> Member:
         source = self._network.find(handle)
         mismatch = self._self.layout.mismatch(source.layout)
         if mismatch is not None:
             raise TransferError(f"layouts differ in {mismatch}")
-        if len(pages) != handle.num_pages:
-            raise TransferError(f"{handle.num_pages} pages on offer, room made for {len(pages)}")
         return source
 
     def _meet_fault(self, moment: Moment, handle: KVHandle, deadline: float) -> None:

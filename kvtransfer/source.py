@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Cargo:
-    """A copy of leased pages, in the order of the lease."""
+    """A copy of the leased pages that the receiver lacks, in the order of the lease."""
 
     buffer: Tensor  # uint8 [num_pages * page_bytes]
     num_pages: int
@@ -180,7 +180,7 @@ class PageSource:
             if outgoing.pair is None:
                 raise TransferError("the pair never came up")
             with self._staging.lend() as memory:
-                cargo = self._load(outgoing.pair, request.request_id, memory)
+                cargo = self._load(outgoing.pair, request, memory)
                 answer.set_result(
                     pb.SendResponse(num_pages=cargo.num_pages, checksum=cargo.checksum)
                 )
@@ -200,12 +200,13 @@ class PageSource:
                 answer.set_exception(TransferError(failure))
             log.warning("%s", failure)
 
-    def _load(self, pair: Pair, request_id: str, memory: Memory) -> Cargo:
+    def _load(self, pair: Pair, request: pb.SendRequest, memory: Memory) -> Cargo:
         """Copy the pages out: pinned meanwhile, and leased until the receiver has them."""
-        pages = self._leases.begin_send(request_id)
-        if pages is None:
-            raise NoLease(f"no lease for {request_id}")
+        leased = self._leases.begin_send(request.request_id)
+        if leased is None:
+            raise NoLease(f"no lease for {request.request_id}")
         try:
+            pages = leased[request.first_page :]
             buffer = memory.first(len(pages) * self._layout.page_bytes)
             index = torch.tensor(pages, device=self._device)
             with torch.inference_mode(), pair.stream():
@@ -213,7 +214,7 @@ class PageSource:
                 torch.index_select(self._records, 0, index, out=records)
             pair.synchronize()
         finally:
-            self._leases.end_send(request_id, pages)
+            self._leases.end_send(request.request_id, leased)
         return Cargo(buffer, len(pages), checksum(buffer))
 
     def _send(self, pair: Pair, buffer: Tensor, transfer: int, deadline: Deadline) -> None:

@@ -13,8 +13,11 @@ class TransferError(Exception):
 class Transport(Protocol):
     """One per worker process. Any thread may call it; the step loop never does."""
 
-    def fetch(self, handle: KVHandle, pages: Sequence[int], timeout_s: float) -> None:
-        """Fill ``pages`` of this worker's pool with the pages that ``handle`` names.
+    def fetch(
+        self, handle: KVHandle, pages: Sequence[int], timeout_s: float, skip: int = 0
+    ) -> None:
+        """Fill ``pages`` of this worker's pool with the pages that ``handle`` names, but for the
+        first ``skip``, which are here already.
 
         Blocks until the bytes are in place and checked, then lets the source release its lease.
         Raises TransferError within ``timeout_s`` otherwise; afterwards nothing writes to
@@ -36,3 +39,11 @@ class Transport(Protocol):
     def close(self) -> None:
         """Drop every connection. Pending fetches raise TransferError."""
         ...
+
+
+def check_room(handle: KVHandle, pages: Sequence[int], skip: int) -> None:
+    """TransferError unless the receiver made room for exactly the pages that are to come."""
+    if skip + len(pages) != handle.num_pages:
+        raise TransferError(
+            f"{handle.num_pages} pages on offer, {skip} here already, room made for {len(pages)}"
+        )

@@ -75,6 +75,7 @@ class Config:
     max_num_seqs: int = 64
     page_size: int = 16  # tokens
     num_pages: int | None = None  # None: by free memory
+    prefix_caching: bool = True  # keep computed prefixes until their pages are needed
     # the front door
     host: str = "127.0.0.1"
     http_port: int = 8000

@@ -420,6 +420,7 @@ def _seq(generation: Generation, index: int) -> _Seq:
         slo=generation.slo,
         arrived_at=generation.arrived_at,
         priority=generation.priority,
+        cache_salt=generation.cache_salt,
     )
     return _Seq(request, generation)
 
@@ -435,12 +436,15 @@ def _note_timing(trace: Trace, before: Timing, now: Timing) -> None:
     trace.prefill_s += now.prefill_s - before.prefill_s
     trace.transfer_s += now.transfer_s - before.transfer_s
     trace.num_preemptions += now.num_preemptions - before.num_preemptions
+    if now.prefill_s:  # not where the KV was fetched
+        trace.cached_tokens = now.cached_tokens
 
 
 def _usage(call: _Call) -> Usage:
     return Usage(
         prompt_tokens=sum(len(prompt) for prompt in call.generation.prompts),
         completion_tokens=sum(len(seq.output) for seq in call.seqs),
+        cached_tokens=sum(seq.trace.cached_tokens for seq in call.seqs[:: call.generation.n]),
     )
 
 

@@ -25,6 +25,7 @@ class Generation:
     pinned: tuple[str, ...] = ()  # worker ids, prefill first: for tests
     slo: SLO = field(default_factory=SLO)
     priority: int = 0
+    cache_salt: str = ""  # only requests with the same salt share cached prefixes
 
     @property
     def num_choices(self) -> int:
@@ -73,6 +74,7 @@ class Trace:
     prefill_s: float = 0.0
     transfer_s: float = 0.0
     decode_s: float = 0.0  # first token to last, without the transfer
+    cached_tokens: int = 0  # of the prompt, found instead of computed
     num_preemptions: int = 0
     fallback: str = ""  # why KV was computed twice; "" when it was not
     outcome: str = "running"

@@ -40,6 +40,7 @@ def submission_to_wire(submission: Submission, now: float) -> pb.Submit:
         itl_slo_s=request.slo.itl_s,
         age_s=max(0.0, now - request.arrived_at),
         priority=request.priority,
+        cache_salt=request.cache_salt,
         hand_off=submission.hand_off,
         handle=None if submission.handle is None else handle_to_wire(submission.handle),
     )
@@ -54,6 +55,7 @@ def sequence_from_wire(message: pb.Submit, now: float) -> Sequence:
         slo=SLO(message.ttft_slo_s, message.itl_slo_s),
         arrived_at=now - message.age_s,
         priority=message.priority,
+        cache_salt=message.cache_salt,
     )
     return Sequence(
         request,
@@ -103,6 +105,7 @@ def output_to_wire(output: Output) -> pb.Output:
         message.timing.prefill_s = timing.prefill_s
         message.timing.transfer_s = timing.transfer_s
         message.timing.num_preemptions = timing.num_preemptions
+        message.timing.cached_tokens = timing.cached_tokens
     return message
 
 
@@ -124,7 +127,13 @@ def output_from_wire(message: pb.Output) -> Output:
 
 
 def _timing_from_wire(message: pb.Timing) -> Timing:
-    return Timing(message.queue_s, message.prefill_s, message.transfer_s, message.num_preemptions)
+    return Timing(
+        message.queue_s,
+        message.prefill_s,
+        message.transfer_s,
+        message.num_preemptions,
+        message.cached_tokens,
+    )
 
 
 def load_to_wire(load: Load) -> pb.Load:
@@ -137,9 +146,19 @@ def load_from_wire(message: pb.Load) -> Load:
 
 def ledger_to_wire(ledger: KVLedger) -> pb.KVLedger:
     return pb.KVLedger(
-        num_pages=ledger.num_pages, free=ledger.free, owned=ledger.owned, leased=ledger.leased
+        num_pages=ledger.num_pages,
+        free=ledger.free,
+        cached=ledger.cached,
+        owned=ledger.owned,
+        leased=ledger.leased,
     )
 
 
 def ledger_from_wire(message: pb.KVLedger) -> KVLedger:
-    return KVLedger(message.num_pages, message.free, dict(message.owned), dict(message.leased))
+    return KVLedger(
+        message.num_pages,
+        message.free,
+        message.cached,
+        dict(message.owned),
+        dict(message.leased),
+    )

@@ -154,11 +154,16 @@ class _WorkerGauges(Collector):
             gauge = GaugeMetricFamily(name, "Over all workers.", labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
-        preemptions = CounterMetricFamily(
-            "vllm:num_preemptions", "Over all attached workers.", labels=["model_name"]
-        )
-        preemptions.add_metric([self._model], sum(w.load.num_preemptions for w in workers))
-        yield preemptions
+        cached = sum(w.load.cached_tokens for w in workers)
+        counters = {
+            "vllm:num_preemptions": sum(w.load.num_preemptions for w in workers),
+            "vllm:prefix_cache_queries": cached + sum(w.load.prompt_tokens for w in workers),
+            "vllm:prefix_cache_hits": cached,  # both in tokens
+        }
+        for name, total in counters.items():
+            counter = CounterMetricFamily(name, "Over all attached workers.", labels=["model_name"])
+            counter.add_metric([self._model], total)
+            yield counter
 
     def _each(self, workers: Sequence[WorkerView]) -> Iterator[GaugeMetricFamily]:
         labels = ["model_name", "worker", "role"]

@@ -31,6 +31,7 @@ class Pair:
         page_size: int = 16,
         num_pages: int = 512,
         attention: AttentionBackend | None = None,
+        prefix_caching: bool = True,
     ) -> None:
         self.outputs: queue.SimpleQueue[tuple[str, Output]] = queue.SimpleQueue()
         network = LoopbackNetwork()
@@ -41,7 +42,7 @@ class Pair:
             leases = Leases(10.0)
             self.engines[name] = Engine(
                 ModelRunner(model, cache, attention or TorchAttention()),
-                Scheduler(limits, PagePool(num_pages, page_size)),
+                Scheduler(limits, PagePool(num_pages, page_size), prefix_caching=prefix_caching),
                 leases,
                 LoopbackTransport(network, name, cache.pool, layout, "i0", leases),
                 Source(name, "i0", layout),
@@ -78,6 +79,10 @@ class Pair:
     @property
     def num_preemptions(self) -> int:
         return sum(engine.load().num_preemptions for engine in self.engines.values())
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(engine.load().cached_tokens for engine in self.engines.values())
 
     def __enter__(self) -> "Pair":
         return self

@@ -301,7 +301,7 @@ class Engine:
                 raise TransferError("this worker has no transport")
             skip = seq.num_cached // self._scheduler.pool.page_size  # already here
             pages = seq.pages[skip : seq.handle.num_pages]
-            self._transport.fetch(seq.handle, skip, pages, self._transfer_timeout_s)
+            self._transport.fetch(seq.handle, pages, self._transfer_timeout_s, skip)
         except Exception as error:  # any failure becomes a recompute, never a lost request
             failure = f"{type(error).__name__}: {error}"
         self._inbox.put(lambda: self._fetch_ended(seq, failure))

@@ -20,22 +20,20 @@ class _Lease:
 
 
 class LeaseLedger:
-    """Leases by request id. A page is in exactly one lease, and comes free exactly once."""
+    """Leases by request id. A page of a shared prefix may be in several; each lease holds it once,
+    and gives it back exactly once."""
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
         self._leases: dict[str, _Lease] = {}
         self._closing: list[tuple[str, _Lease]] = []  # released while a send was reading them
         self._free: list[int] = []
-        self._taken: set[int] = set()  # every page in here, free ones included
 
     def grant(self, request_id: str, pages: list[int], num_tokens: int, now: float) -> None:
         """Take over ``pages``. An older lease under the same id is released: nobody asks for it."""
         self.release(request_id)
         assert num_tokens > 0, f"{request_id}: nothing computed"
         assert pages and len(set(pages)) == len(pages), f"{request_id}: pages {pages}"
-        assert self._taken.isdisjoint(pages), f"{request_id}: a page is leased already: {pages}"
-        self._taken.update(pages)
         self._leases[request_id] = _Lease(tuple(pages), now + self.lease_s)
 
     def renew(self, request_id: str, now: float) -> bool:
@@ -90,7 +88,6 @@ class LeaseLedger:
     def take_free(self) -> list[int]:
         """Pages that nobody holds any more. They are the caller's from here on."""
         free, self._free = self._free, []
-        self._taken.difference_update(free)
         return free
 
     def held(self) -> dict[str, int]:

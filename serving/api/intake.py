@@ -281,6 +281,7 @@ class Intake:
             pinned=options.pinned,
             slo=options.slo,
             priority=options.priority,
+            cache_salt=options.cache_salt,
         )
 
     def _count_unknown(self, fields: Fields) -> None:

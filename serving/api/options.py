@@ -17,6 +17,7 @@ MAX_STOPS, MAX_STOP_CHARS = 16, 256
 MAX_STOP_IDS = 256
 MAX_TOKENS = 2**31 - 1
 MAX_BIAS = 100.0
+MAX_SALT_CHARS = 256
 INT32 = (-(2**31), 2**31 - 1)
 
 
@@ -33,6 +34,7 @@ class Options:
     pinned: tuple[str, ...]
     slo: SLO
     priority: int
+    cache_salt: str
 
 
 def read_options(
@@ -74,6 +76,7 @@ def read_options(
         pinned=_pinned(placement.raw("worker"), headers.get("x-evenflow-worker", ""), settings),
         slo=_slo(placement.section("slo"), headers, settings.slo),
         priority=placement.integer("priority", fields.integer("priority", 0, *INT32), *INT32),
+        cache_salt=_cache_salt(fields),
     )
 
 
@@ -88,6 +91,13 @@ def token_ids(ids: Any, vocab_size: int, param: str) -> tuple[int, ...]:
             shown = value if abs(value) < 2**63 else "a number"
             raise wrong(param, f"holds {shown}, outside the vocabulary of {vocab_size} tokens")
     return tuple(ids)
+
+
+def _cache_salt(fields: Fields) -> str:
+    salt = fields.text("cache_salt")
+    if len(salt) > MAX_SALT_CHARS:
+        raise fields.wrong("cache_salt", f"may have at most {MAX_SALT_CHARS} characters")
+    return salt
 
 
 def _stop_ids(fields: Fields, vocab_size: int) -> frozenset[int]:

@@ -96,7 +96,12 @@ class WorkerProcess:
         add_pages_service(self._server.server, transport.endpoint)
         return Engine(
             OnOneThread(runner, self._threads),
-            Scheduler(limits, PagePool(cache.num_pages, cache.layout.page_size)),
+            Scheduler(
+                limits,
+                PagePool(cache.num_pages, cache.layout.page_size),
+                model=cache.layout.model,
+                prefix_caching=config.prefix_caching,
+            ),
             leases,
             transport,
             Source(self.address, self.incarnation, cache.layout),

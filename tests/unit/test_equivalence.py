@@ -101,3 +101,22 @@ def test_exactly_max_tokens_in_both_modes(model, max_tokens):
             request = Request("r", prompt_of(40), Sampling(max_tokens, temperature=0.0))
             tokens = pair.generate([request], disaggregated=disaggregated)["r"]
             assert len(tokens) == max_tokens
+
+
+def test_tokens_are_the_same_with_the_prefix_cache_cold_warm_half_evicted_and_off(model):
+    """Done 7 of the prefix cache: greedy, in both modes."""
+    long, other = greedy(257), [greedy(129), greedy(65), greedy(64)]
+    with Pair(model, Limits(64, 16), prefix_caching=False) as pair:
+        off = pair.generate([long], disaggregated=False)[long.id]
+        assert pair.cached_tokens == 0
+    for disaggregated in (False, True):
+        with Pair(model, Limits(64, 16), num_pages=21) as pair:
+            cold = pair.generate([long], disaggregated=disaggregated)[long.id]
+            warm = pair.generate([long], disaggregated=disaggregated)[long.id]
+            hits = pair.cached_tokens
+            assert hits >= 256
+            for request in other:  # each takes pages of the long one's
+                pair.generate([request], disaggregated=disaggregated)
+            half = pair.generate([long], disaggregated=disaggregated)[long.id]
+            assert hits < pair.cached_tokens < 2 * hits
+        assert off == cold == warm == half
