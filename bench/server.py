@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 
@@ -28,7 +29,8 @@ def serving(*flags: str) -> Iterator[str]:
     Raises RuntimeError with the end of its log when it does not come up. Whatever it started
     ends with it."""
     http_port = free_port()
-    command = [sys.executable, "-m", "serving.cli", "serve", "--http-port", str(http_port)]
+    evenflow = Path(sys.executable).with_name("evenflow")  # of this virtual environment
+    command = [str(evenflow), "serve", "--http-port", str(http_port)]
     command += ["--grpc-port", str(free_port()), *flags]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
