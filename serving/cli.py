@@ -6,7 +6,7 @@ Exit codes: 0 done, 1 it failed, 2 it was asked for wrongly. Nothing heavy is im
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +18,7 @@ from serving.config import Config, ConfigError, load_config
 from serving.service import Service, ServiceError, Stopped, fetch_status
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+DEMO_PORTS = {"http_port": 0, "grpc_port": 0}
 
 app = typer.Typer(
     help="Serve large language models so that tokens flow evenly.",
@@ -100,6 +101,35 @@ def _serve(config: Config) -> None:
         progress.close()
         console.welcome(status["model"], status["workers"], service.url, service.grpc_address)
         service.watch()
+
+
+@app.command()
+def demo(
+    model: ModelFlag = None,
+    url: Annotated[str | None, Flag(help="Use a running Evenflow instead of starting one.")] = None,
+    streams: Annotated[int, Flag(min=1, max=64, help="Chats at the same time.")] = 8,
+    prompt_tokens: Annotated[int, Flag(min=100, help="Length of the long prompt.")] = 4000,
+    as_json: JsonFlag = False,
+) -> None:
+    """Watch eight chats stream while somebody else's 4,000-token prompt is prefilled."""
+    with plain_errors(), ExitStack() as stack:
+        if url is None:
+            progress = stack.enter_context(console.Progress())
+            config = load_config(None, {"model": model, "ray": "local", **DEMO_PORTS})
+            url = stack.enter_context(Service(config, progress.say)).url
+            progress.close()
+        _demo(url, streams, prompt_tokens, as_json)
+
+
+def _demo(url: str, streams: int, prompt_tokens: int, as_json: bool) -> None:
+    from serving import console_demo
+    from serving.demo import Demo
+
+    results = console_demo.run(Demo(url, streams, prompt_tokens))
+    if as_json:
+        console.out.print_json(json.dumps([result.summary() for result in results]))
+    else:
+        console_demo.show(results)
 
 
 @app.command()

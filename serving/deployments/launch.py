@@ -6,6 +6,7 @@ Every failure that a person can mend becomes a ``LaunchError`` of one line.
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +33,7 @@ from workers.models.config import ModelConfig, ModelError  # noqa: E402
 from workers.weights import resolve  # noqa: E402
 
 OBJECT_STORE_BYTES = 128 << 20  # nothing of ours goes through it
+KNOCK_S = 3.0
 INIT_ATTEMPTS = 3  # a starved machine may take its dashboard agent down with it
 
 Say = Callable[[str], None]
@@ -123,6 +125,9 @@ class Launch:
                 return
 
     def _join(self, address: str) -> bool:
+        """Whether a Ray was found. One that was named has to be there; ``auto`` may find none."""
+        if address != "auto":
+            _knock(address)
         path = ":".join(filter(None, (source_root(), os.environ.get("PYTHONPATH"))))
         try:
             self._init(address=address, runtime_env={"env_vars": {"PYTHONPATH": path}})
@@ -131,8 +136,8 @@ class Launch:
             if address == "auto":
                 return False
             raise LaunchError(
-                f"no Ray answers at {address} ({_first_line(error)}): start it with "
-                "`ray start --head`, or use --ray local"
+                f"the Ray at {address} refuses: {_first_line(error)}; when it wants a token, set "
+                "RAY_AUTH_MODE=token"
             ) from None
         return True
 
@@ -158,6 +163,19 @@ class Launch:
                 f"{num_gpus}: lower --mixed, --prefill and --decode, or use --device cpu"
             )
         return 1.0 if num_gpus else 0.0
+
+
+def _knock(address: str) -> None:
+    """LaunchError at once when nobody listens there: Ray itself would try for a minute."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), KNOCK_S).close()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise LaunchError(
+            f"no Ray answers at {address} ({reason}): start one with `ray start --head`, or use "
+            "--ray local"
+        ) from None
 
 
 @contextlib.contextmanager
