@@ -95,8 +95,11 @@ class Engine:
         self._clocks: dict[str, Clocked] = {}
         self._outputs: list[Output] = []
         self._fetchers = ThreadPoolExecutor(4, thread_name_prefix="kv-fetch")
+        self._notes = ThreadPoolExecutor(1, thread_name_prefix="kv-notes")  # renew and release
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
+        self._is_over = False
+        self._ending = threading.Lock()
         self._renew_at = 0.0
         leases.on_free = self._wake
         self._steps, self._step_s, self._failed_steps = 0, 0.0, 0
@@ -109,25 +112,26 @@ class Engine:
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End the loop after the running step. What has not finished gets an abort."""
+        """End the loop after the running step. What has not finished ends with an error."""
         self._inbox.put(self._stop)
         self._thread.join(timeout_s)
         self._fetchers.shutdown(wait=False, cancel_futures=True)
+        self._notes.shutdown(wait=False, cancel_futures=True)
         if self._transport is not None:
             self._transport.close()
 
     def submit(self, seq: Sequence) -> None:
         """Queue a sequence; whatever becomes of it is an Output."""
         now = self._clock()
-        self._inbox.put(lambda: self._submit(seq, now))
+        self._tell(lambda: self._submit(seq, now))
 
     def abort(self, request_id: str) -> None:
         """End a request in whatever phase, and let go of a lease under its id. Idempotent."""
-        self._inbox.put(lambda: self._abort(request_id))
+        self._tell(lambda: self._abort(request_id))
 
     def hand_off(self, request_id: str) -> None:
         """Let a running request leave with its pages after its next token. Idempotent."""
-        self._inbox.put(lambda: self._hand_off(request_id))
+        self._tell(lambda: self._hand_off(request_id))
 
     def load(self) -> Load:
         """As of the last step."""
@@ -140,29 +144,50 @@ class Engine:
     def ledger(self, timeout_s: float = 5.0) -> KVLedger:
         """Who holds each page, between two steps."""
         answer: queue.SimpleQueue[KVLedger] = queue.SimpleQueue()
-        self._inbox.put(lambda: answer.put(self._take_stock()))
+        self._tell(lambda: answer.put(self._take_stock()))
         return answer.get(timeout=timeout_s)
+
+    def _tell(self, command: Callable[[], None]) -> None:
+        self._inbox.put(command)
+        if self._is_over:
+            self._answer_the_rest("this worker has stopped")
 
     # ------------------------------------------------------------------ the loop
 
     def _run(self) -> None:
-        while not self._stopping:
+        end = "this worker has stopped"
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception:  # a fault of ours: nothing of what runs here can be trusted any more
+            logger.exception("the engine loop failed")
+            end = "this worker has failed"
+        self._is_over = True
+        self._answer_the_rest(end)
+
+    def _turn(self) -> None:
+        self._read_inbox()
+        self._sweep_leases()
+        self._renew_leases()
+        plan = self._scheduler.plan()
+        self._note_planned(plan)
+        for seq in plan.fetches:
+            self._fetchers.submit(self._fetch, seq)
+        stepped = bool(plan.decodes or plan.prefills)
+        if stepped:
+            self._step(plan)
+        self._report(stepped)
+        if not plan:
+            self._wait()
+
+    def _answer_the_rest(self, reason: str) -> None:
+        """After the loop: whatever runs, or still arrives, ends. Leases elsewhere expire."""
+        with self._ending:
             self._read_inbox()
-            self._sweep_leases()
-            self._renew_leases()
-            plan = self._scheduler.plan()
-            self._note_planned(plan)
-            for seq in plan.fetches:
-                self._fetchers.submit(self._fetch, seq)
-            stepped = bool(plan.decodes or plan.prefills)
-            if stepped:
-                self._step(plan)
-            self._report(stepped)
-            if not plan:
-                self._wait()
-        for request_id in list(self._clocks):
-            self._abort(request_id)
-        self._report(stepped=False)
+            for request_id in self._clocks:
+                self._outputs.append(Output(request_id, finish_reason="error", error=reason))
+            self._clocks.clear()
+            self._report(stepped=False)
 
     def _step(self, plan: StepPlan) -> None:
         start, chunks = self._clock(), plan.chunks
@@ -180,7 +205,9 @@ class Engine:
         now = self._clock()
         self._steps, self._step_s = self._steps + 1, now - start
         self._prompt_tokens += sum(chunk.length for chunk in plan.prefills)
-        self._tell(chunks, tokens, {departure.seq.id: departure for departure in departures}, now)
+        self._emit_tokens(
+            chunks, tokens, {departure.seq.id: departure for departure in departures}, now
+        )
 
     def _drop_bad_tokens(self, chunks: tuple[Chunk, ...], tokens: dict[str, Token]) -> None:
         """An id outside the vocabulary would take the whole batch down at the next step."""
@@ -190,7 +217,7 @@ class Engine:
                 self._fail(chunk.seq, f"sampled token id {token.id} is outside the vocabulary")
                 del tokens[chunk.seq.id]
 
-    def _tell(
+    def _emit_tokens(
         self,
         chunks: tuple[Chunk, ...],
         tokens: dict[str, Token],
@@ -318,7 +345,7 @@ class Engine:
     def _release_handle(self, seq: Sequence) -> None:
         """Tell the source, off the loop, that nobody will fetch."""
         if seq.handle is not None and self._transport is not None:
-            self._fetchers.submit(self._transport.release, seq.handle)
+            self._notes.submit(self._transport.release, seq.handle)
 
     def _renew_leases(self) -> None:
         """Keep the leases alive of the sequences that wait here for room."""
@@ -328,7 +355,7 @@ class Engine:
         self._renew_at = now + self._leases.lease_s / 4
         for seq in self._scheduler.waiting():
             if seq.handle is not None:
-                self._fetchers.submit(self._transport.renew, seq.handle)
+                self._notes.submit(self._transport.renew, seq.handle)
 
     def _sweep_leases(self) -> None:
         for request_id in self._leases.expire():

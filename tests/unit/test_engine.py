@@ -253,7 +253,29 @@ def test_stop_answers_what_is_still_running():
     time.sleep(0.1)
     worker.engine.stop()
     worker.wait_for("open")
-    assert worker.outputs["open"][-1].finish_reason == "abort"
+    assert worker.outputs["open"][-1].finish_reason == "error"
+    worker.submit(request("late", 20, 10))
+    worker.wait_for("late")
+    assert worker.outputs["late"][-1].error == "this worker has stopped"
+
+
+def test_a_fault_in_the_loop_answers_everybody(workers):
+    """Whatever breaks, no request waits for ever, and the worker says that it is ill."""
+    worker = Worker(LoopbackNetwork())
+
+    def broken(plan, sampled):
+        raise AssertionError("planted")
+
+    worker.submit(request("runs", 20, 10))
+    worker.wait_for("runs")
+    worker.engine._scheduler.commit = broken
+    worker.submit(request("hit", 20, 10))
+    worker.wait_for("hit")
+    worker.submit(request("late", 20, 10))
+    worker.wait_for("late")
+    for name in ("hit", "late"):
+        assert worker.outputs[name][-1].finish_reason == "error"
+    assert not worker.engine.is_healthy
 
 
 def test_a_thousand_requests_with_random_aborts_leak_nothing(workers):
