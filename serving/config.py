@@ -104,6 +104,8 @@ class Config:
             raise ConfigError(f"grpc_port: {self.grpc_port} is the HTTP port already")
         if self.state != "memory":
             raise ConfigError(f"state: {self.state!r} is not offered here; use memory")
+        if not re.fullmatch(r"auto|local|[^:/]+:\d+", self.ray):
+            raise ConfigError(f"ray: {self.ray!r} is neither auto, local nor host:port")
         if self.slo.ttft_s <= 0 or self.slo.itl_s <= 0:
             raise ConfigError(f"slo: {self.slo.ttft!r} and {self.slo.itl!r} must be above zero")
 

@@ -25,6 +25,10 @@ for _name, _value in ENVIRONMENT.items():
 import ray  # noqa: E402
 from ray import serve  # noqa: E402
 from ray.exceptions import RayError  # noqa: E402
+from ray.serve._private.constants import (  # noqa: E402
+    SERVE_CONTROLLER_NAME,
+    SERVE_NAMESPACE,
+)
 from ray.serve.schema import ApplicationStatus  # noqa: E402
 
 from serving.config import Config  # noqa: E402
@@ -61,8 +65,8 @@ class Launch:
     def __init__(self, config: Config, say: Say) -> None:
         self._config, self._say = config, say
         self.is_ours = False  # the Ray was started here, so it ends here
-        self._is_connected = False
         self._is_deployed = False
+        self._found_serve = False  # somebody else's: it outlives our application
 
     def start(self) -> None:
         """Start or join Ray and deploy. Returns once the application is being brought up."""
@@ -76,6 +80,7 @@ class Launch:
         num_gpus = self._gpus_per_worker()
         self._say(f"deploying {config.num_workers} workers")
         app = build_app(config, is_local=self.is_ours, num_gpus=num_gpus)
+        self._found_serve = _is_serve_running()
         self._is_deployed = True
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(proxy_location="Disabled")
@@ -96,13 +101,13 @@ class Launch:
 
     def stop(self, drain: bool = False) -> None:
         """End what was started here. ``drain`` lets running requests finish first."""
-        if not self._is_connected:
-            return
         if self._is_deployed and (drain or not self.is_ours):
             with contextlib.suppress(RayError, TimeoutError, serve.exceptions.RayServeException):
                 serve.delete(APP)
+                if not self._found_serve:
+                    serve.shutdown()  # type: ignore[no-untyped-call]
+            self._is_deployed = False
         ray.shutdown()
-        self._is_connected = False
 
     def _connect(self) -> None:
         address = self._config.ray
@@ -149,7 +154,6 @@ class Launch:
             )
         with _without_ray_address():
             ray.init(log_to_driver=False, logging_level=logging.ERROR, namespace="serve", **options)
-        self._is_connected = True
 
     def _gpus_per_worker(self) -> float:
         config = self._config
@@ -163,6 +167,14 @@ class Launch:
                 f"{num_gpus}: lower --mixed, --prefill and --decode, or use --device cpu"
             )
         return 1.0 if num_gpus else 0.0
+
+
+def _is_serve_running() -> bool:
+    try:
+        ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    except ValueError:
+        return False
+    return True
 
 
 def _knock(address: str) -> None:

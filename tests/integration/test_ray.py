@@ -1,0 +1,141 @@
+"""The real command on a real Ray: both modes, membership, failures, and nothing left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import Running, command, processes_of, start_serve, wait_until
+
+pytestmark = pytest.mark.cluster
+
+PROMPT = list(range(100, 180))
+
+
+def complete(running: Running, mode: str, max_tokens: int = 16, **options: object) -> dict:
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "evenflow": {"mode": mode},
+        **options,
+    }
+    with running.client() as client:
+        answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def run(*arguments: str, timeout_s: float = 60) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=timeout_s)
+
+
+def test_both_modes_answer_with_the_same_tokens(evenflow: Running) -> None:
+    mixed, split = complete(evenflow, "mixed"), complete(evenflow, "disaggregated")
+    assert mixed["choices"][0]["token_ids"] == split["choices"][0]["token_ids"]
+    assert len(mixed["evenflow"]["workers"]) == 1
+    first, second = split["evenflow"]["workers"]
+    assert first.startswith("prefill-") and second.startswith("mixed-")
+    assert split["evenflow"]["transfer_s"] > 0 and split["evenflow"]["fallback"] is None
+
+
+def test_status_shows_every_worker(evenflow: Running) -> None:
+    table = run("status", "--url", evenflow.url)
+    assert table.returncode == 0
+    assert "mixed-" in table.stdout and "prefill-" in table.stdout
+    facts = json.loads(run("status", "--url", evenflow.url, "--json").stdout)
+    assert sorted(worker["role"] for worker in facts["workers"]) == ["mixed", "prefill"]
+
+
+def test_the_demo_runs_against_a_running_evenflow(evenflow: Running) -> None:
+    arguments = ("--url", evenflow.url, "--prompt-tokens", "1000", "--json")
+    demo = run("demo", *arguments, timeout_s=120)
+    assert demo.returncode == 0, demo.stderr
+    results = json.loads(demo.stdout)
+    assert [result["mode"] for result in results] == ["mixed", "disaggregated"]
+    for result in results:
+        assert len(result["requests"]) == 9
+        assert all(request["mode"] == result["mode"] for request in result["requests"])
+        assert result["gap_during_max_s"] > 0
+    plain = run("demo", "--url", evenflow.url, "--prompt-tokens", "100", "--streams", "2")
+    assert plain.returncode == 0 and "mixed on mixed-" in plain.stdout
+
+
+def test_a_demo_that_is_refused_says_why(evenflow: Running) -> None:
+    demo = run("demo", "--url", evenflow.url, "--prompt-tokens", "100000")
+    assert demo.returncode == 1
+    assert demo.stderr.startswith("evenflow: prompt_tokens: 100000 is more than")
+
+
+def test_a_killed_worker_is_replaced_and_its_requests_go_on(evenflow: Running) -> None:
+    expected = complete(evenflow, "mixed", max_tokens=1500)["choices"][0]["token_ids"]
+    (victim,) = (name for name, w in evenflow.workers().items() if w["role"] == "mixed")
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(complete, evenflow, "mixed", max_tokens=1500)
+        wait_until(
+            lambda: evenflow.workers()[victim]["load"]["decode_seqs"],  # type: ignore[index]
+            30,
+            "the request is running on the mixed worker",
+        )
+        os.kill(replica_pid(evenflow, "mixed"), signal.SIGKILL)
+        got = answer.result(timeout=60)
+    assert got["choices"][0]["token_ids"] == expected
+    assert victim in got["evenflow"]["fallback"]
+    wait_until(
+        lambda: sorted(str(w["role"]) for w in evenflow.workers().values()) == ["mixed", "prefill"],
+        60,
+        "another mixed worker is attached",
+    )
+    assert victim not in evenflow.workers()
+    assert complete(evenflow, "disaggregated")["evenflow"]["fallback"] is None
+
+
+def replica_pid(running: Running, pool: str) -> int:
+    for pid in running.descendants():
+        title = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if f"ServeReplica:evenflow:{pool}".encode() in title:
+            return pid
+    raise AssertionError(f"no replica of {pool}")
+
+
+def test_a_second_serve_finds_its_port_taken(evenflow: Running) -> None:
+    port = evenflow.url.rsplit(":", 1)[-1]
+    second = run("serve", "--http-port", port, "--grpc-port", "0", "--ray", "local")
+    assert second.returncode == 1
+    assert f":{port} is in use" in second.stderr and second.stderr.count("\n") == 1
+
+
+def test_sigterm_lets_running_requests_finish(t0_with_tokenizer: Path, tmp_path: Path) -> None:
+    arguments = ("--dtype", "float32", "--num-pages", "512", "--mixed", "1", "--prefill", "0")
+    running = start_serve(t0_with_tokenizer, tmp_path / "stderr", *arguments)
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(complete, running, "mixed", max_tokens=1000)
+        wait_until(
+            lambda: any(w["load"]["running_seqs"] for w in running.workers().values()),  # type: ignore[index]
+            30,
+            "the request is running",
+        )
+        stop = threading.Thread(target=running.stop, args=(signal.SIGTERM,))
+        stop.start()
+        assert len(answer.result(timeout=60)["choices"][0]["token_ids"]) == 1000
+        stop.join(timeout=60)
+    assert running.process.returncode == 0
+    assert not processes_of(running.mark)
+
+
+def test_a_model_that_does_not_fit_ends_in_one_line(
+    t0_with_tokenizer: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "stderr"
+    with pytest.raises(AssertionError, match="serve ended with 1"):
+        start_serve(t0_with_tokenizer, log, "--num-pages", str(10**9), "--prefill", "0")
+    *progress, last = log.read_text().splitlines()
+    assert last.startswith("evenflow: Serve could not start it: ")
+    assert all(line.endswith("...") for line in progress), progress
