@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtransfer.core.handle import KVHandle
-from workers.core.output import Load, Output
+from workers.core.output import KVLedger, Load, Output
 from workers.core.request import Request
 
 MIXED, PREFILL, DECODE = "mixed", "prefill", "decode"
@@ -57,4 +57,9 @@ class Pools(Protocol):
 
     def abort(self, worker_id: str, request_id: str) -> None:
         """Fire and forget, idempotent, never raises; also lets go of a lease held under the id."""
+        ...
+
+    async def ledger(self, worker_id: str) -> KVLedger:
+        """Who holds each page there; for tests, refused unless debugging is on. WorkerLost when
+        nobody answers."""
         ...

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvtransfer.core.handle import KVHandle, KVLayout
 from serving.pools import Submission, WorkerLost, WorkerView
-from workers.core.output import Load, Output, Timing, Token
+from workers.core.output import KVLedger, Load, Output, Timing, Token
 
 LAYOUT = KVLayout("fake", 1, 1, 8, 16, "float32")
 # What happens at one position of an answer: a token id, a whole output, or an exception.
@@ -75,6 +75,10 @@ class FakePools:
     def abort(self, worker_id: str, request_id: str) -> None:
         self.aborts.append((worker_id, request_id))
         self.held.discard((worker_id, request_id))
+
+    async def ledger(self, worker_id: str) -> KVLedger:
+        owned = {id: 1 for w, id in self.held if w == worker_id}
+        return KVLedger(64, 64 - len(owned), 0, owned, {})
 
     async def submit(self, worker_id: str, submission: Submission) -> AsyncGenerator[Output, None]:
         if worker_id not in self.views:

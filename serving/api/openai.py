@@ -59,6 +59,8 @@ def build_app(gateway: Gateway, settings: FrontSettings) -> FastAPI:
     _add_models(app, intake)
     _add_probes(app, gateway)
     _add_evenflow(app, gateway)
+    if settings.debug:
+        _add_debug(app, gateway)
     app.add_exception_handler(RequestFailed, _on_failure)
     app.add_exception_handler(HTTPException, _on_framework_error)
     app.add_exception_handler(Exception, _on_bug)
@@ -170,6 +172,17 @@ def _add_evenflow(app: FastAPI, gateway: Gateway) -> None:
         if explanation is None:
             raise NotFound(f"no request {request_id[:128]!r} is running or recent here")
         return JSONResponse(explanation)
+
+
+def _add_debug(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/debug/kv")
+    async def page_ledgers() -> Response:
+        """Who holds each page of each worker, now."""
+        names = [view.id for view in gateway.pools.workers()]
+        ledgers = await asyncio.gather(*(gateway.pools.ledger(name) for name in names))
+        return JSONResponse(
+            {name: asdict(ledger) for name, ledger in zip(names, ledgers, strict=True)}
+        )
 
 
 # ---------------------------------------------------------------------------- answers
