@@ -89,10 +89,10 @@ def check_devices() -> list[Finding]:
         reason = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
         return [Finding("GPUs", "fail", f"import torch fails: {reason}")]
     found = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines() if line}
-    return [*_devices(found.get("gpus", []), found.get("nccl", []), found.get("cpu", []))]
+    return [*describe_devices(found.get("gpus", []), found.get("nccl", []), found.get("cpu", []))]
 
 
-def _devices(gpus: list[str], nccl: list[str], cpu: list[str]) -> Iterator[Finding]:
+def describe_devices(gpus: list[str], nccl: list[str], cpu: list[str]) -> Iterator[Finding]:
     if not gpus:
         cores = len(os.sched_getaffinity(0))
         fast = "bfloat16" if {"avx512_bf16", "amx_bf16"} & set(cpu) else "float32"
