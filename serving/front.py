@@ -8,8 +8,10 @@ are. It knows nothing about Ray.
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import uvicorn
 
@@ -22,6 +24,8 @@ from serving.gateway import Gateway
 from serving.tokenizer import Tokenizer
 from workers.core.request import SLO
 
+T = TypeVar("T")
+
 DEMO_NAME = "SmolLM2-135M-Instruct"
 BACKLOG = 2048
 RETRY_S = 0.2
@@ -29,7 +33,7 @@ CLOSE_S = 2  # for answers that are being sent when the server stops
 
 
 class PortTaken(OSError):
-    """Somebody else listens there; the message names the port and the flag to change it."""
+    """Somebody else listens there; the message names the port."""
 
 
 class FrontDoor:
@@ -63,13 +67,16 @@ class FrontDoor:
     async def start(self, patience_s: float = 0.0) -> None:
         """Listen. PortTaken when a port is not free within ``patience_s``."""
         config = self._config
-        sock = await _bind(config.host, config.http_port, patience_s)
+        deadline = time.monotonic() + patience_s
+        sock = await _patiently(deadline, lambda: _listen(config.host, config.http_port))
         self.http_port = sock.getsockname()[1]
         try:
-            self.grpc_port = await self._grpc.start(config.host, config.grpc_port)
-        except OSError as error:
+            self.grpc_port = await _patiently(
+                deadline, lambda: self._grpc.start(config.host, config.grpc_port)
+            )
+        except OSError:
             sock.close()
-            raise PortTaken(taken(config.host, config.grpc_port, "grpc")) from error
+            raise
         self._task = asyncio.create_task(self._http.serve(sockets=[sock]), name="http server")
         while not self._http.started and not self._task.done():
             await asyncio.sleep(0.01)
@@ -112,31 +119,24 @@ def served_name(config: Config) -> str:
     return config.model
 
 
-def taken(host: str, port: int, kind: str) -> str:
-    """The one line for a port in use; ``kind`` is http or grpc."""
-    return f"{host}:{port} is in use: stop what listens there, or choose another --{kind}-port"
-
-
-async def _bind(host: str, port: int, patience_s: float) -> socket.socket:
-    deadline = asyncio.get_running_loop().time() + patience_s
+async def _patiently(deadline: float, take: Callable[[], Awaitable[T]]) -> T:
+    """What ``take`` returns once the port is free. PortTaken when it is not before ``deadline``."""
     while True:
         try:
-            return listening_socket(host, port)
+            return await take()
         except OSError as error:
-            if asyncio.get_running_loop().time() >= deadline:
-                raise PortTaken(taken(host, port, "http")) from error
+            if time.monotonic() >= deadline:
+                raise PortTaken(str(error)) from error
             await asyncio.sleep(RETRY_S)
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """OSError when the address is not ours to have."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+async def _listen(host: str, port: int) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
         sock.listen(BACKLOG)
-    except OSError:
+    except OSError as error:
         sock.close()
-        raise
+        raise OSError(f"{host}:{port} cannot be bound: {error.strerror}") from error
     return sock

@@ -1,13 +1,17 @@
 """The real command on a real Ray: both modes, membership, failures, and nothing left behind."""
 
+import asyncio
 import json
 import os
+import random
 import signal
 import subprocess
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.integration.conftest import Running, command, processes_of, start_serve, wait_until
@@ -95,6 +99,71 @@ def test_a_killed_worker_is_replaced_and_its_requests_go_on(evenflow: Running) -
     )
     assert victim not in evenflow.workers()
     assert complete(evenflow, "disaggregated")["evenflow"]["fallback"] is None
+
+
+def test_a_killed_gateway_comes_back_on_its_ports(evenflow: Running) -> None:
+    os.kill(replica_pid(evenflow, "gateway"), signal.SIGKILL)
+    wait_until(lambda: not is_ready(evenflow), 10, "the gateway is gone")
+    wait_until(lambda: is_ready(evenflow) and len(evenflow.workers()) == 2, 60, "it is back")
+    assert complete(evenflow, "disaggregated")["evenflow"]["fallback"] is None
+    wait_until(lambda: is_clean(evenflow), 5, "what the old gateway had submitted is gone")
+
+
+def test_a_thousand_requests_with_random_aborts_leave_nothing(evenflow: Running) -> None:
+    outcomes = asyncio.run(storm(evenflow.url, 1000, random.Random(7)))
+    assert set(outcomes) == {"answered", "left"}, Counter(outcomes)
+    wait_until(lambda: is_clean(evenflow), 5, "every page is free")
+    for worker in evenflow.workers().values():
+        load = worker["load"]
+        assert isinstance(load, dict)
+        assert (load["waiting_seqs"], load["running_seqs"], load["leased_pages"]) == (0, 0, 0)
+
+
+async def storm(url: str, number: int, rng: random.Random) -> list[str]:
+    """Random requests in both modes, 32 at a time; two in five clients leave early."""
+    room = asyncio.Semaphore(32)
+
+    async def one(client: httpx.AsyncClient) -> str:
+        body = {
+            "prompt": [rng.randrange(3, 49152) for _ in range(rng.randint(1, 150))],
+            "max_tokens": rng.randint(1, 30),
+            "n": rng.choice((1, 1, 1, 2)),
+            "stream": rng.random() < 0.5,
+            "seed": rng.randrange(2**31),
+            "evenflow": {"mode": rng.choice(("auto", "mixed", "disaggregated"))},
+        }
+        patience_s = rng.uniform(0.0, 0.1) if rng.random() < 0.4 else 60.0
+        async with room:
+            try:
+                async with asyncio.timeout(patience_s):
+                    answer = await client.post("/v1/completions", json=body)
+                return "answered" if answer.status_code == 200 else answer.text
+            except TimeoutError:
+                return "left" if patience_s < 60 else "stuck"
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(
+        base_url=url, timeout=90, trust_env=False, limits=limits
+    ) as client:
+        return await asyncio.gather(*(one(client) for _ in range(number)))
+
+
+def is_clean(running: Running) -> bool:
+    """Nobody holds a page on any worker."""
+    with running.client() as client:
+        ledgers = client.get("/debug/kv").json()
+    return all(
+        not ledger["owned"] and not ledger["leased"] and ledger["free"] == ledger["num_pages"]
+        for ledger in ledgers.values()
+    )
+
+
+def is_ready(running: Running) -> bool:
+    try:
+        with running.client() as client:
+            return client.get("/ready").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def replica_pid(running: Running, pool: str) -> int:
