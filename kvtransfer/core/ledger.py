@@ -11,11 +11,15 @@ Knows no threads and no clock: see ``kvtransfer/leases.py`` for both.
 
 from dataclasses import dataclass
 
+MAX_LIVES = 4  # times ``lease_s`` that renewals can keep a lease. Without an end, two workers that
+# wait for room while each leases pages to the other would wait for ever.
+
 
 @dataclass(slots=True)
 class _Lease:
     pages: tuple[int, ...]
     expires_at: float
+    ends_at: float  # renewals do not reach beyond
     num_sends: int = 0
 
 
@@ -34,14 +38,17 @@ class LeaseLedger:
         self.release(request_id)
         assert num_tokens > 0, f"{request_id}: nothing computed"
         assert pages and len(set(pages)) == len(pages), f"{request_id}: pages {pages}"
-        self._leases[request_id] = _Lease(tuple(pages), now + self.lease_s)
+        self._leases[request_id] = _Lease(
+            tuple(pages), now + self.lease_s, now + MAX_LIVES * self.lease_s
+        )
 
     def renew(self, request_id: str, now: float) -> bool:
-        """Start the lease's time again. False when there is no such lease any more."""
+        """Start the lease's time again, as long as it may last. False when there is no such lease
+        any more."""
         lease = self._live(request_id, now)
         if lease is None:
             return False
-        lease.expires_at = now + self.lease_s
+        lease.expires_at = min(now + self.lease_s, lease.ends_at)
         return True
 
     def begin_send(self, request_id: str, now: float) -> tuple[int, ...] | None:

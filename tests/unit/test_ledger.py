@@ -46,6 +46,14 @@ def test_a_lease_expires_unless_renewed_or_sending() -> None:
     assert ledger.take_free() == [1, 2, 3]
 
 
+def test_renewals_do_not_keep_a_lease_for_ever() -> None:
+    """FAULTS 39: two workers may each wait for room that the other's lease takes."""
+    ledger = LeaseLedger(lease_s=10)
+    ledger.grant("a", [1], num_tokens=1, now=0)
+    renewed_at = [now for now in range(1, 100) if ledger.renew("a", now)]
+    assert renewed_at[-1] == 39 and ledger.expire(now=40) == ["a"]
+
+
 def test_an_expired_lease_is_gone_before_anybody_sweeps() -> None:
     ledger = LeaseLedger(lease_s=10)
     ledger.grant("a", [1], num_tokens=1, now=0)
