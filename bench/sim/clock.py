@@ -1,0 +1,31 @@
+"""Virtual time: what happens next, and when. It never sleeps and knows no wall clock."""
+
+import heapq
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+
+class Clock:
+    """Runs actions in the order of their times; those of one time in the order they were set."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.num_events = 0
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = count()
+
+    def at(self, when: float, action: Callable[..., None], *args: Any) -> None:
+        """Call ``action(*args)`` at ``when``, which is not in the past."""
+        heapq.heappush(self._events, (when, next(self._order), action, args))
+
+    def after(self, delay_s: float, action: Callable[..., None], *args: Any) -> None:
+        self.at(self.now + delay_s, action, *args)
+
+    def run(self) -> None:
+        """Until nothing is left to happen."""
+        events, pop = self._events, heapq.heappop
+        while events:
+            self.now, _, action, args = pop(events)
+            self.num_events += 1
+            action(*args)

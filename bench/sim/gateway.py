@@ -1,0 +1,259 @@
+"""The front door in virtual time: live routing, admission and in-flight accounts.
+
+A call lives as in ``serving.gateway.Gateway``: admitted, routed, submitted, handed over, replayed
+when its worker is lost, let go everywhere when it ends.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.sim.clock import Clock
+from bench.sim.faults import Faults
+from bench.sim.outcome import Gaps, Outcome
+from bench.sim.worker import SimWorker, StepReport
+from kvtransfer.core.handle import KVHandle
+from serving.core.admission import admit
+from serving.core.inflight import InFlight
+from serving.core.router import AUTO, NoRoute, ReplicaView, route
+from workers.core.output import Load
+from workers.core.request import Request, Sequence
+
+MAX_ATTEMPTS = 3  # workers that one call may lose, as live
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One request on its way, and the workers that may hold something of it."""
+
+    request: Request
+    outcome: Outcome
+    late_s: float  # a gap longer than this one counts as late
+    output: list[int] = field(default_factory=list)  # what the client has
+    worker: str = ""  # whose tokens count now
+    decode: str = ""  # where it goes after a hand-off
+    last_at: float = 0.0
+    num_late: int = 0
+    is_answered: bool = False
+    touched: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+
+class Channel:
+    """Messages one way between the gateway and one worker: late, maybe, but in order."""
+
+    def __init__(self, clock: Clock, faults: Faults, rng: random.Random) -> None:
+        self._clock, self._faults, self._rng = clock, faults, rng
+        self._last = 0.0
+
+    def send(self, action: Callable[..., None], *args: Any) -> None:
+        if not self._faults.max_delay_s:
+            action(*args)
+            return
+        self._last = max(self._last, self._clock.now + self._faults.delay_s(self._rng))
+        self._clock.at(self._last, action, *args)
+
+
+@dataclass(slots=True, eq=False)
+class Attached:
+    """A worker as the gateway knows it."""
+
+    worker: SimWorker
+    view: ReplicaView  # without what changes
+    load: Load
+    channel: Channel
+
+
+class SimGateway:
+    """``ended`` gets the Outcome of each call, once."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        faults: Faults,
+        rng: random.Random,
+        *,
+        mode: str = AUTO,
+        max_queue: int = 256,
+        ended: Callable[[Call], None],
+    ) -> None:
+        self.gaps = Gaps()
+        self._clock, self._faults, self._rng = clock, faults, rng
+        self._mode, self._max_queue, self._ended = mode, max_queue, ended
+        self._attached: dict[str, Attached] = {}
+        self._calls: dict[str, Call] = {}
+        self._in_flight = InFlight()
+        self._num_unanswered = 0
+
+    # ------------------------------------------------------------------ workers
+
+    def attach(self, worker: SimWorker) -> None:
+        view = ReplicaView(worker.id, worker.role, worker.spec.capacity)
+        load = Load(num_pages=worker.spec.num_pages, free_pages=worker.spec.num_pages)
+        channel = Channel(self._clock, self._faults, self._rng)
+        self._attached[worker.id] = Attached(worker, view, load, channel)
+
+    def lose(self, worker_id: str) -> None:
+        """The worker is found dead: what ran there is replayed elsewhere."""
+        del self._attached[worker_id]
+        for call in [call for call in self._calls.values() if call.worker == worker_id]:
+            self._replay(call, worker_id)
+
+    def heard(self, worker_id: str, note: StepReport) -> None:
+        """A worker's message has arrived."""
+        attached = self._attached.get(worker_id)
+        if attached is None:
+            return
+        attached.load = note.load
+        self._take_tokens(worker_id, note.sampled)
+        for name in note.fallbacks:
+            call = self._calls.get(name)
+            if call is not None:
+                call.outcome.num_fallbacks += 1
+        for name, why in note.errors.items():
+            self._settle(worker_id, name, f"error: {why}")
+        for name, why in note.finished.items():
+            self._settle(worker_id, name, why)
+        for name, handle in note.handles.items():
+            self._hand_over(worker_id, name, handle)
+
+    def _take_tokens(self, worker_id: str, sampled: dict[str, int]) -> None:
+        now, calls, add_gap = self._clock.now, self._calls, self.gaps.add
+        for name, token in sampled.items():
+            call = calls.get(name)
+            if call is None or call.worker != worker_id:
+                continue  # aborted, or replayed elsewhere meanwhile
+            if call.output:
+                gap = now - call.last_at
+                add_gap(gap)
+                if gap > call.late_s:
+                    call.num_late += 1
+            else:
+                call.outcome.first_at = now
+            call.last_at = now
+            call.output.append(token)
+            if not call.is_answered:
+                self._answered(call, worker_id)
+
+    # ------------------------------------------------------------------ a call
+
+    def arrive(self, request: Request, outcome: Outcome) -> None:
+        """A new request, now."""
+        refusal = "no worker is attached"
+        if self._attached:
+            loads = [attached.load for attached in self._attached.values()]
+            refused = admit(loads, self._num_unanswered, 1, self._max_queue)
+            refusal = refused.reason if refused else ""
+        call = Call(request, outcome, request.slo.itl_s)
+        if refusal:
+            outcome.reason = f"refused: {refusal}"
+            self._ended(call)
+            return
+        self._calls[request.id] = call
+        self._num_unanswered += 1
+        self._route(call)
+
+    def leave(self, request_id: str) -> None:
+        """The client goes away."""
+        call = self._calls.get(request_id)
+        if call is not None:
+            self._end(call, "aborted")
+
+    def _route(self, call: Call) -> None:
+        request, now = call.request, self._clock.now
+        try:
+            decision = route(
+                len(request.prompt) + len(call.output),
+                request.max_tokens_total,
+                [self._replica(attached, now) for attached in self._attached.values()],
+                mode=self._mode,
+                avoid=call.lost,
+            )
+        except NoRoute as error:
+            self._end(call, f"no route: {error}")
+            return
+        call.outcome.mode = decision.mode
+        call.decode = decision.decode
+        self._run(call, decision.prefill, decision.is_split, None)
+
+    def _run(self, call: Call, worker_id: str, hand_off: bool, handle: KVHandle | None) -> None:
+        attached = self._attached.get(worker_id)
+        if attached is None:
+            self._replay(call, worker_id)
+            return
+        request = call.request
+        tokens = 0 if handle else len(request.prompt) + len(call.output)
+        self._in_flight.add(worker_id, request.id, tokens, attached.load, self._clock.now)
+        if worker_id not in call.touched:
+            call.touched.append(worker_id)
+        call.worker = worker_id
+        seq = Sequence(request, hand_off, handle, list(call.output))
+        attached.channel.send(attached.worker.submit, seq)
+
+    def _hand_over(self, worker_id: str, name: str, handle: KVHandle) -> None:
+        call = self._calls.get(name)
+        if call is None or call.worker != worker_id:
+            self._abort(worker_id, name)  # nobody will fetch
+            return
+        self._run(call, call.decode, False, handle)
+
+    def _replay(self, call: Call, worker_id: str) -> None:
+        """What the client has is kept and goes along."""
+        call.outcome.num_replays += 1
+        self._in_flight.remove(worker_id, call.request.id)
+        self._let_go(call)
+        call.worker = ""
+        call.lost.append(worker_id)
+        if len(call.lost) >= MAX_ATTEMPTS:
+            self._end(call, f"unavailable: {len(call.lost)} workers were lost")
+        else:
+            self._route(call)
+
+    def _settle(self, worker_id: str, name: str, why: str) -> None:
+        call = self._calls.get(name)
+        if call is not None and call.worker == worker_id:
+            if worker_id in call.touched:
+                call.touched.remove(worker_id)  # nothing of it is left there
+            self._end(call, why)
+
+    def _end(self, call: Call, why: str) -> None:
+        if call.worker:
+            self._in_flight.remove(call.worker, call.request.id)
+        self._let_go(call)
+        if not call.is_answered:
+            call.is_answered = True
+            self._num_unanswered -= 1
+        del self._calls[call.request.id]
+        outcome = call.outcome
+        outcome.reason, outcome.last_at = why, call.last_at
+        outcome.num_output, outcome.num_late = len(call.output), call.num_late
+        self._ended(call)
+
+    def _answered(self, call: Call, worker_id: str) -> None:
+        call.is_answered = True
+        self._num_unanswered -= 1
+        self._in_flight.remove(worker_id, call.request.id)
+
+    def _let_go(self, call: Call) -> None:
+        """A receiver before its source."""
+        for worker_id in reversed(call.touched):
+            self._abort(worker_id, call.request.id)
+        call.touched.clear()
+
+    def _abort(self, worker_id: str, name: str) -> None:
+        attached = self._attached.get(worker_id)
+        if attached is not None:
+            attached.channel.send(attached.worker.abort, name)
+
+    def _replica(self, attached: Attached, now: float) -> ReplicaView:
+        view, load = attached.view, attached.load
+        unreported = self._in_flight.unreported(view.id, load, now)
+        return ReplicaView(
+            view.id,
+            view.role,
+            view.capacity,
+            load.queued_tokens + sum(unreported),
+            load.decode_seqs,
+            load.waiting_seqs + len(unreported),
+        )

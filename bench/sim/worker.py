@@ -1,0 +1,289 @@
+"""A worker in virtual time: the live scheduler, page pool and lease ledger, with FAKE tokens.
+
+It repeats what ``workers.engine.Engine`` does between two steps, in the same order, and waits on
+the clock where the engine computes. Nothing here decides: whatever is decided, live code decides.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from bench.sim.clock import Clock
+from bench.sim.latency import Latency
+from kvtransfer.core.handle import KVHandle, KVLayout
+from kvtransfer.core.ledger import LeaseLedger
+from workers.core.output import Load
+from workers.core.pages import PagePool
+from workers.core.plan import StepPlan
+from workers.core.policy import Limits
+from workers.core.request import Sequence
+from workers.core.scheduler import DoesNotFit, Scheduler
+
+VOCAB = 49152
+IDLE_S = 0.25  # as the engine: how long an idle loop sleeps before it sweeps leases
+LLAMA_8B = KVLayout(
+    "sim", num_layers=32, num_kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16"
+)
+
+LIMITS = Limits(max_tokens=512, max_seqs=256)
+
+
+def fake_token(seed: int, position: int) -> int:
+    """The token at ``position`` of the output: known without running anything."""
+    return (seed * 2654435761 + position * 40503) % VOCAB
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What one worker of a pool is."""
+
+    latency: Latency
+    limits: Limits = LIMITS
+    num_pages: int = 4096
+    layout: KVLayout = LLAMA_8B
+    max_model_len: int = 1 << 20
+    prefix_caching: bool = True
+    lease_s: float = 30.0
+    transfer_timeout_s: float = 5.0
+    host_s: float = 0.0  # of every step, beside what ``latency`` says
+    num_gpus: int = 1
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of one sequence that it can hold."""
+        return min(self.num_pages * self.layout.page_size, self.max_model_len)
+
+
+@dataclass(slots=True)
+class StepReport:
+    """One message per step, as live: what each sequence got, and the load after it."""
+
+    load: Load
+    sampled: dict[str, int] = field(default_factory=dict)  # request id -> its new token
+    finished: dict[str, str] = field(default_factory=dict)  # request id -> why
+    handles: dict[str, KVHandle] = field(default_factory=dict)  # handed off
+    fallbacks: list[str] = field(default_factory=list)  # ids whose KV is computed again here
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+class Fetcher(Protocol):
+    """The links, as a worker sees them."""
+
+    def fetch(
+        self, target: "SimWorker", seq: Sequence, skip: int, ended: Callable[[bool], None]
+    ) -> None:
+        """Bring the pages of ``seq`` after the first ``skip``; then tell whether they landed."""
+        ...
+
+    def renew(self, handle: KVHandle) -> None: ...
+
+    def release(self, handle: KVHandle) -> None: ...
+
+
+class SimWorker:
+    """``report`` gets a StepReport after each step and when something ends without one."""
+
+    def __init__(
+        self,
+        id: str,
+        role: str,
+        spec: WorkerSpec,
+        clock: Clock,
+        links: Fetcher,
+        report: Callable[["SimWorker", StepReport], None],
+    ) -> None:
+        self.id, self.role, self.spec = id, role, spec
+        self.pool = PagePool(spec.num_pages, spec.layout.page_size)
+        self.scheduler = Scheduler(spec.limits, self.pool, prefix_caching=spec.prefix_caching)
+        self.leases = LeaseLedger(spec.lease_s)
+        self.is_dead = False
+        self.busy_s = 0.0  # spent in steps
+        self.num_steps = 0
+        self._clock, self._links, self._tell = clock, links, report
+        self._inbox: list[Callable[[], None]] = []
+        self._is_stepping = False
+        self._is_waking = False  # an idle wake-up is set
+        self._renew_at = 0.0
+        self._step_s = 0.0
+        self._prompt_tokens, self._output_tokens, self._cached_tokens = 0, 0, 0
+        self._note = StepReport(self.load())
+
+    # ------------------------------------------------------------------ in
+
+    def submit(self, seq: Sequence) -> None:
+        self._inbox.append(lambda: self._submit(seq))
+        self._turn()
+
+    def abort(self, request_id: str) -> None:
+        self._inbox.append(lambda: self._abort(request_id))
+        self._turn()
+
+    def drop_lease(self, request_id: str) -> None:
+        """The receiver has the pages, or wants them no more."""
+        self.leases.release(request_id)
+        self._turn()
+
+    def die(self) -> None:
+        """What it held and computed is gone; nothing it was about to do happens."""
+        self.is_dead = True
+
+    @property
+    def is_clean(self) -> bool:
+        """Every page is home and nobody is named in a ledger."""
+        self.pool.take_back(self.leases.take_free())
+        return (
+            not self.scheduler.owned()
+            and not self.leases.held()
+            and len(self.scheduler) == 0
+            and self.pool.num_free == self.pool.num_pages
+        )
+
+    # ------------------------------------------------------------------ the loop
+
+    def _turn(self) -> None:
+        """Between two steps. Ends with a step under way, or idle."""
+        if self._is_stepping or self.is_dead:
+            return
+        while True:
+            self._read_inbox()
+            self._sweep_leases()
+            self._renew_leases()
+            plan = self.scheduler.plan()
+            for seq in plan.fetches:
+                self._fetch(seq)
+            if plan.decodes or plan.prefills:
+                return self._start(plan)
+            if not plan:
+                return self._rest()
+
+    def _start(self, plan: StepPlan) -> None:
+        self._is_stepping = True
+        for seq, start, _ in plan.prefills:
+            if start == seq.num_cached:
+                self._cached_tokens += start
+        shape = plan.shape
+        step_s = self.spec.latency.step_s(shape) + self.spec.host_s
+        self._clock.after(step_s, self._end, plan, shape.prefill_tokens, step_s)
+
+    def _end(self, plan: StepPlan, prompt_tokens: int, step_s: float) -> None:
+        if self.is_dead:
+            return
+        self._is_stepping = False
+        self._step_s = step_s
+        self.busy_s += step_s
+        self.num_steps += 1
+        self._prompt_tokens += prompt_tokens
+        sampled = {
+            seq.id: fake_token(seq.request.sampling.seed, len(seq.output)) for seq in plan.decodes
+        }
+        for seq, start, length in plan.prefills:
+            if start + length == seq.num_tokens:
+                sampled[seq.id] = fake_token(seq.request.sampling.seed, len(seq.output))
+        departures = self.scheduler.commit(plan, sampled)
+        note = self._note
+        note.sampled = sampled
+        self._output_tokens += len(sampled)
+        for seq, reason, pages in departures:
+            if pages is not None:
+                note.handles[seq.id] = self._lease(seq, pages)
+            else:
+                note.finished[seq.id] = reason or ""
+        self._report()
+        self._turn()
+
+    def _rest(self) -> None:
+        """Idle. As the engine, look at the leases again in a while if there are any."""
+        note = self._note
+        if note.errors or note.fallbacks or self.load() != note.load:
+            self._report()
+        if not self._is_waking and (len(self.scheduler) or self.leases.held()):
+            self._is_waking = True
+            self._clock.after(IDLE_S, self._wake)
+
+    def _wake(self) -> None:
+        self._is_waking = False
+        self._turn()
+
+    def _read_inbox(self) -> None:
+        inbox, self._inbox = self._inbox, []
+        for command in inbox:
+            command()
+
+    def _submit(self, seq: Sequence) -> None:
+        try:
+            self.scheduler.submit(seq)
+        except (DoesNotFit, ValueError) as error:
+            self._note.errors[seq.id] = str(error)
+            if seq.handle is not None:
+                self._links.release(seq.handle)
+
+    def _abort(self, request_id: str) -> None:
+        seq = self.scheduler.abort(request_id)
+        self.leases.release(request_id)
+        if seq is not None and seq.handle is not None:
+            self._links.release(seq.handle)
+
+    # ------------------------------------------------------------------ pages
+
+    def _lease(self, seq: Sequence, pages: list[int]) -> KVHandle:
+        self.leases.grant(seq.id, pages, seq.num_computed, self._clock.now)
+        return KVHandle(seq.id, self.id, self.id, seq.num_computed, len(pages), self.spec.layout)
+
+    def _fetch(self, seq: Sequence) -> None:
+        skip = seq.num_cached // self.pool.page_size
+        self._links.fetch(self, seq, skip, lambda landed: self._fetched(seq, landed))
+
+    def _fetched(self, seq: Sequence, landed: bool) -> None:
+        if not self.is_dead:
+            self._inbox.append(lambda: self._fetch_ended(seq, landed))
+            self._turn()
+
+    def _fetch_ended(self, seq: Sequence, landed: bool) -> None:
+        handle = seq.handle
+        if handle is not None:
+            self._links.release(handle)
+        if self.scheduler.fetch_ended(seq, landed) and not landed:
+            self._note.fallbacks.append(seq.id)
+
+    def _renew_leases(self) -> None:
+        now = self._clock.now
+        if now < self._renew_at:
+            return
+        self._renew_at = now + self.spec.lease_s / 4
+        for seq in self.scheduler.waiting():
+            if seq.handle is not None:
+                self._links.renew(seq.handle)
+
+    def _sweep_leases(self) -> None:
+        self.leases.expire(self._clock.now)
+        free = self.leases.take_free()
+        if free:
+            self.pool.take_back(free)
+
+    # ------------------------------------------------------------------ telling
+
+    def _report(self) -> None:
+        note = self._note
+        note.load = self.load()
+        self._note = StepReport(note.load)
+        self._tell(self, note)
+
+    def load(self) -> Load:
+        scheduler = self.scheduler
+        decodes, prefills = scheduler.decodes, scheduler.prefills
+        return Load(
+            waiting_seqs=scheduler.num_waiting,
+            running_seqs=len(decodes) + len(prefills),
+            decode_seqs=len(decodes),
+            queued_tokens=scheduler.waiting_tokens + sum(seq.num_pending for seq in prefills),
+            context_tokens=sum(seq.num_computed for seq in decodes),
+            free_pages=self.pool.num_free,
+            num_pages=self.pool.num_pages,
+            leased_pages=sum(self.leases.held().values()),
+            step=self.num_steps,
+            step_s=self._step_s,
+            num_preemptions=scheduler.num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._output_tokens,
+            cached_tokens=self._cached_tokens,
+        )
