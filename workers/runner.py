@@ -15,6 +15,9 @@ from workers.core.plan import Chunk
 from workers.kvcache import DTYPES, KVCache, default_num_pages
 from workers.models.config import ModelConfig, ModelError
 from workers.models.llama import Llama
+from workers.native.attention import NativeAttention
+from workers.native.library import Kernels, kernels
+from workers.native.model import NativeLlama, is_supported
 from workers.sampler import Sampler
 from workers.weights import Checkpoint
 
@@ -22,7 +25,9 @@ PAGE_SIZE = 16
 
 
 class ModelRunner:
-    def __init__(self, model: Llama, cache: KVCache, attention: AttentionBackend) -> None:
+    def __init__(
+        self, model: Llama | NativeLlama, cache: KVCache, attention: AttentionBackend
+    ) -> None:
         self.model, self.cache = model, cache
         self.config = model.config
         self.vocab_size = model.config.vocab_size
@@ -56,11 +61,13 @@ def load_runner(
     num_pages: int | None = None,
     threads: int | None = None,
     max_model_len: int | None = None,
+    isa: str | None = None,
 ) -> ModelRunner:
     """Load a model folder and make room for its KV.
 
     ``num_pages`` None: as many pages as the machine should give. ``page_size`` None: 16, or the
-    least that the attention backend takes.
+    least that the attention backend takes. ``isa`` None: the best that this CPU has, see
+    ``workers.native.library.kernels``.
     ModelError says in one line why the model cannot be served.
     """
     if threads:
@@ -68,15 +75,29 @@ def load_runner(
     where = _device(device)
     config = ModelConfig.load(folder)
     precision = resolve_dtype(dtype, where)
-    attention = default_attention(where, DTYPES[precision])
+    native = _native(config, DTYPES[precision], where, isa)
+    attention = NativeAttention(native) if native else default_attention(where, DTYPES[precision])
     multiple = attention.page_size_multiple
     page_size = max(PAGE_SIZE, multiple) if page_size is None else page_size
     if page_size < 1 or page_size % multiple:
         raise ModelError(f"{page_size=}, but {attention.name} takes only multiples of {multiple}")
-    model = Llama(config, Checkpoint(folder), DTYPES[precision], where)
+    model = (
+        NativeLlama(config, Checkpoint(folder), DTYPES[precision], native)
+        if native
+        else Llama(config, Checkpoint(folder), DTYPES[precision], where)
+    )
     longest = min(max_model_len or config.max_model_len, config.max_model_len)
     cache = _cache(config.kv_layout(page_size, precision), num_pages, longest, where)
+    if native:
+        native.use_huge_pages(cache.pool)
     return ModelRunner(model, cache, attention)
+
+
+def _native(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, isa: str | None
+) -> Kernels | None:
+    """The kernels that will compute this model, if any do."""
+    return kernels(isa) if device.type == "cpu" and is_supported(config, dtype) else None
 
 
 def _cache(

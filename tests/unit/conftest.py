@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.native import open_kernels
 from tests.tiny import tiny_model
+from workers.native.library import Kernels
 from workers.runner import ModelRunner, load_runner
 
 
@@ -17,3 +19,9 @@ def t0_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def t0(t0_folder: Path) -> ModelRunner:
     """T0 in float32 with 64 pages of 16 tokens."""
     return load_runner(t0_folder, "float32", num_pages=64)
+
+
+@pytest.fixture(scope="session")
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """Those of one instruction set, see tests/native.py."""
+    return open_kernels(request.param)
