@@ -340,6 +340,16 @@ class ClusterStub:
                 request_serializer=protos_dot_evenflow__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=protos_dot_evenflow__pb2.Explanation.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/evenflow.v1.Cluster/SetRole',
+                request_serializer=protos_dot_evenflow__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=protos_dot_evenflow__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/evenflow.v1.Cluster/Drain',
+                request_serializer=protos_dot_evenflow__pb2.DrainRequest.SerializeToString,
+                response_deserializer=protos_dot_evenflow__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -358,6 +368,20 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRole(self, request, context):
+        """What a worker prefers to do from now on. Its streams go on, here or on another worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """A worker takes nothing new; its streams go on elsewhere. SetRole ends it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -370,6 +394,16 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=protos_dot_evenflow__pb2.ExplainRequest.FromString,
                     response_serializer=protos_dot_evenflow__pb2.Explanation.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=protos_dot_evenflow__pb2.SetRoleRequest.FromString,
+                    response_serializer=protos_dot_evenflow__pb2.SetRoleResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=protos_dot_evenflow__pb2.DrainRequest.FromString,
+                    response_serializer=protos_dot_evenflow__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -426,6 +460,60 @@ class Cluster:
             '/evenflow.v1.Cluster/Explain',
             protos_dot_evenflow__pb2.ExplainRequest.SerializeToString,
             protos_dot_evenflow__pb2.Explanation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/evenflow.v1.Cluster/SetRole',
+            protos_dot_evenflow__pb2.SetRoleRequest.SerializeToString,
+            protos_dot_evenflow__pb2.SetRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/evenflow.v1.Cluster/Drain',
+            protos_dot_evenflow__pb2.DrainRequest.SerializeToString,
+            protos_dot_evenflow__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,7 +13,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import grpc
@@ -63,6 +63,7 @@ class Engine(Protocol):
 
     def submit(self, seq: Sequence) -> None: ...
     def abort(self, request_id: str) -> None: ...
+    def hand_off(self, request_id: str) -> None: ...
     def load(self) -> Load: ...
     def ledger(self) -> KVLedger: ...
 
@@ -80,17 +81,26 @@ class Identity:
     vocab_size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Stance:
+    """What a worker wants to do now. Both ends: the worker tells it with every report."""
+
+    role: str
+    is_leaving: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class _Attached:
     """One gateway: what it was not told yet. Outputs of several steps merge while it is busy."""
 
     load: Load = field(default_factory=Load)
+    stance: Stance = Stance("")
     outputs: list[Output] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def put(self, outputs: Iterable[Output], load: Load) -> None:
+    def put(self, outputs: Iterable[Output], load: Load, stance: Stance) -> None:
         self.outputs.extend(outputs)
-        self.load = load
+        self.load, self.stance = load, stance
         self.news.set()
 
     async def take(self) -> pb.Event:
@@ -98,7 +108,10 @@ class _Attached:
         self.news.clear()
         outputs, self.outputs = self.outputs, []
         report = pb.Report(
-            outputs=map(messages.output_to_wire, outputs), load=messages.load_to_wire(self.load)
+            outputs=map(messages.output_to_wire, outputs),
+            load=messages.load_to_wire(self.load),
+            role=self.stance.role,
+            is_leaving=self.stance.is_leaving,
         )
         return pb.Event(report=report)
 
@@ -130,10 +143,15 @@ class WorkerServer:
     async def start(self, engine: Engine, identity: Identity) -> None:
         """Other services belong onto ``server`` before this."""
         self._engine = engine
+        self._stance = Stance(identity.role)
         self._hello = pb.Event(hello=_hello(identity))
         rpc.add_WorkerServicer_to_server(self, self.server)
         await self.server.start()
         self._heart = asyncio.create_task(self._beat())
+
+    def leave(self) -> None:
+        """Tell the gateways to send nothing new, and to take their streams elsewhere."""
+        self._stand(replace(self._stance, is_leaving=True))
 
     async def stop(self) -> None:
         """Cut every stream. Whatever came over them is aborted."""
@@ -162,7 +180,7 @@ class WorkerServer:
         reader.add_done_callback(lambda _: gateway.news.set())
         try:
             yield self._hello
-            gateway.put((), self._engine.load())
+            gateway.put((), self._engine.load(), self._stance)
             while not reader.done() and len(gateway.outputs) < MAX_PENDING_OUTPUTS:
                 yield await gateway.take()
         finally:
@@ -182,10 +200,21 @@ class WorkerServer:
 
     async def _obey(self, commands: AsyncIterator[pb.Command], gateway: _Attached) -> None:
         async for command in commands:
-            if command.WhichOneof("command") == "abort":
-                self._engine.abort(command.abort)
-            else:
-                self._submit(command.submit, gateway)
+            match command.WhichOneof("command"):
+                case "submit":
+                    self._submit(command.submit, gateway)
+                case "abort":
+                    self._engine.abort(command.abort)
+                case "hand_off":
+                    self._engine.hand_off(command.hand_off)
+                case "set_role":
+                    self._stand(Stance(command.set_role))
+                case "drain":
+                    self.leave()
+
+    def _stand(self, stance: Stance) -> None:
+        self._stance = stance
+        self._deliver(Report((), self._engine.load()))
 
     def _submit(self, message: pb.Submit, gateway: _Attached) -> None:
         """Hand the request to the engine; one that it cannot take ends here, alone."""
@@ -202,7 +231,7 @@ class WorkerServer:
                 error = str(refusal)
         if error is not None:
             refused = Output(request_id, finish_reason="error", error=error)
-            gateway.put([refused], self._engine.load())
+            gateway.put([refused], self._engine.load(), self._stance)
 
     def _deliver(self, report: Report) -> None:
         batches: dict[_Attached, list[Output]] = defaultdict(list)
@@ -213,7 +242,7 @@ class WorkerServer:
                 if output.is_last:
                     del self._owner[output.request_id]
         for gateway in self._gateways:
-            gateway.put(batches.get(gateway, ()), report.load)
+            gateway.put(batches.get(gateway, ()), report.load, self._stance)
 
     async def _beat(self) -> None:
         while True:
@@ -243,9 +272,17 @@ class _Broken(Exception):
 class _Link:
     """One worker: attached, or trying to be, until it is retired."""
 
-    def __init__(self, worker_id: str, address: str, stall_timeout_s: float) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        address: str,
+        stall_timeout_s: float,
+        on_change: Callable[[str], None],
+    ) -> None:
         self.worker_id = worker_id
         self.address = address
+        self._on_change = on_change
+        self._stance = Stance("")
         self.retired = False  # takes nothing new, ends with its last stream
         self._stall_timeout_s = stall_timeout_s
         self._hello: pb.Hello | None = None
@@ -265,11 +302,12 @@ class _Link:
             return None
         return WorkerView(
             id=self.worker_id,
-            role=hello.role,
+            role=self._stance.role,
             load=self._load,
             num_pages=hello.num_pages,
             page_size=hello.page_size,
             max_model_len=hello.max_model_len,
+            is_leaving=self._stance.is_leaving,
         )
 
     def open(self, submission: Submission) -> "asyncio.Queue[Output | str]":
@@ -287,9 +325,9 @@ class _Link:
         if self.retired and not self._streams:
             self._task.cancel()
 
-    def abort(self, request_id: str) -> None:
+    def tell(self, command: pb.Command) -> None:
         if self._hello is not None:  # a broken stream aborts by itself what came over it
-            self._commands.put_nowait(pb.Command(abort=request_id))
+            self._commands.put_nowait(command)
 
     def retire(self) -> None:
         self.retired = True
@@ -337,6 +375,7 @@ class _Link:
             if hello.worker_id != self.worker_id:
                 raise _Broken(f"{self.address} is now {hello.worker_id}")
             self._progress_at = time.monotonic()
+            self._stance = Stance(hello.role)
             self._worker, self._hello = worker, hello
             while True:
                 async with asyncio.timeout(min(SILENCE_S, self._stall_timeout_s)):
@@ -353,6 +392,10 @@ class _Link:
             stream = self._streams.get(message.request_id)
             if stream is not None:
                 stream.put_nowait(messages.output_from_wire(message))
+        stance = Stance(report.role, report.is_leaving)
+        if stance != self._stance:
+            self._stance = stance
+            self._on_change(self.worker_id)
         if now - self._progress_at > self._stall_timeout_s:
             self._stuck_at_step = load.step
             raise _Broken(f"no progress for {self._stall_timeout_s:g} s at step {load.step}")
@@ -389,6 +432,7 @@ class ChannelPools:
         self._stall_timeout_s = stall_timeout_s
         self._links: dict[str, _Link] = {}
         self._retired: list[_Link] = []  # finish their streams
+        self._listeners: list[Callable[[str], None]] = []
 
     def update(self, addresses: Mapping[str, str]) -> None:
         """The workers that exist now: id to ``host:port``. Who is missing takes nothing new."""
@@ -399,7 +443,9 @@ class ChannelPools:
                 self._retired.append(self._links.pop(worker_id))
         for worker_id, address in addresses.items():
             if worker_id not in self._links:
-                self._links[worker_id] = _Link(worker_id, address, self._stall_timeout_s)
+                self._links[worker_id] = _Link(
+                    worker_id, address, self._stall_timeout_s, self._changed
+                )
 
     def workers(self) -> list[WorkerView]:
         return [view for link in self._links.values() if (view := link.view) is not None]
@@ -421,9 +467,28 @@ class ChannelPools:
             link.close(submission.request.id)
 
     def abort(self, worker_id: str, request_id: str) -> None:
+        self._tell(worker_id, pb.Command(abort=request_id))
+
+    def hand_off(self, worker_id: str, request_id: str) -> None:
+        self._tell(worker_id, pb.Command(hand_off=request_id))
+
+    def set_role(self, worker_id: str, role: str) -> None:
+        self._tell(worker_id, pb.Command(set_role=role))
+
+    def drain(self, worker_id: str) -> None:
+        self._tell(worker_id, pb.Command(drain=True))
+
+    def on_change(self, listener: Callable[[str], None]) -> None:
+        self._listeners.append(listener)
+
+    def _tell(self, worker_id: str, command: pb.Command) -> None:
         for link in (self._links.get(worker_id), *self._retired):
             if link is not None and link.worker_id == worker_id:
-                link.abort(request_id)
+                link.tell(command)
+
+    def _changed(self, worker_id: str) -> None:
+        for listener in self._listeners:
+            listener(worker_id)
 
     async def ledger(self, worker_id: str) -> KVLedger:
         """Who holds each page there. WorkerLost when nobody answers; needs ``debug`` there."""

@@ -28,6 +28,7 @@ from serving.errors import (
 )
 from serving.generation import Delta, Final, Generation, Trace, Usage
 from serving.metrics import Metrics
+from serving.moves import Moves
 from serving.pools import Pools, Submission, WorkerLost, WorkerView
 from serving.state import MemoryStore, StateStore
 from serving.tokenizer import Tokenizer
@@ -60,6 +61,8 @@ class _Seq:
     handle: KVHandle | None = None
     touched: list[str] = field(default_factory=list)  # workers to abort when it ends
     lost: list[str] = field(default_factory=list)
+    at: str = ""  # the worker that it runs on now
+    target: str = ""  # the worker that it has been told to move to
     first_at: float = 0.0
     last_at: float = 0.0
     is_answered: bool = False  # has a token, or is over: no longer waiting
@@ -106,6 +109,7 @@ class Gateway:
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self.moves = Moves(pools, self._replicas, self._running)
 
     # ------------------------------------------------------------------ one call
 
@@ -173,7 +177,10 @@ class Gateway:
                             yield output
                     if seq.handle is None:
                         return
-                    worker = decision.decode if hand_off else self._elsewhere(seq, worker)
+                    if hand_off and self.moves.takes_new(decision.decode):
+                        worker = decision.decode
+                    else:
+                        worker = self._elsewhere(seq, worker)
                     hand_off = False
             except WorkerLost as error:
                 self._lose(seq, worker, error)
@@ -185,6 +192,7 @@ class Gateway:
         self._in_flight.add(worker, seq.request.id, tokens, view.load, self.clock())
         if worker not in seq.touched:
             seq.touched.append(worker)
+        seq.at = worker
         if seq.trace.workers[-1:] != [worker]:
             seq.trace.workers.append(worker)
         timing = Timing()  # as this worker last told it
@@ -205,11 +213,11 @@ class Gateway:
     # ------------------------------------------------------------------ its turns
 
     def _admit(self, generation: Generation) -> _Call:
-        workers = self.pools.workers()
         if self._is_draining:
             raise Unavailable("this server is shutting down")
+        workers = [view for view in self.pools.workers() if not view.is_leaving]
         if not workers:
-            raise Unavailable("no worker is attached yet; see /ready")
+            raise Unavailable("no worker that takes requests is attached; see /ready")
         if generation.id in self._calls:
             raise BadRequest(f"a request with id {generation.id!r} is running", "request_id")
         refusal = admit(
@@ -225,18 +233,17 @@ class Gateway:
         self.metrics.arrived(sum(len(prompt) for prompt in generation.prompts))
         return call
 
-    def _route(self, seq: _Seq, avoid: tuple[str, ...] = ()) -> RouteDecision:
+    def _route(self, seq: _Seq) -> RouteDecision:
         request, generation = seq.request, seq.generation
         num_tokens = len(request.prompt) + len(seq.output)
-        now = self.clock()
         try:
             decision = route(
                 num_tokens,
                 request.max_tokens_total,
-                [self._replica(view, now) for view in self.pools.workers()],
+                self._replicas(),
                 mode=generation.mode,
-                pinned=() if seq.lost or avoid else generation.pinned,
-                avoid=(*seq.lost, *avoid),
+                pinned=() if seq.lost else generation.pinned,
+                avoid=seq.lost,
             )
         except NoRoute as error:
             if error.too_long:
@@ -251,11 +258,17 @@ class Gateway:
         return decision
 
     def _elsewhere(self, seq: _Seq, source: str) -> str:
-        """Where a sequence goes on whose worker handed it off unasked, because it is leaving."""
-        handle = seq.handle
-        decision = self._route(seq, avoid=(source,))
-        seq.handle = handle
-        return decision.decode
+        """Where a sequence goes on that was handed off to be moved. When nobody else is there any
+        more: back to where it was, computed again."""
+        home = self.moves.home(seq, (source, *seq.lost))
+        if home is not None:
+            seq.trace.num_moves += 1
+            return home
+        self._let_go(seq)
+        seq.handle = None
+        seq.trace.fallback = "it was moved with nowhere to go"
+        self.metrics.fell_back("move")
+        return source
 
     def _take(self, seq: _Seq, choice: Choice, output: Output) -> Delta | None:
         """Account for one output and turn it into text. Raises RequestFailed."""
@@ -338,6 +351,14 @@ class Gateway:
 
     # ------------------------------------------------------------------ what others ask
 
+    def move(self, request_id: str, worker: str) -> bool:
+        """Let a running call go on there. False when there is no such call here. NotFound when
+        there is no such worker."""
+        calls = [c for c in self._calls.values() if c.generation.id == request_id]
+        for seq in [seq for call in calls for seq in call.seqs]:
+            self.moves.move(seq, worker)
+        return bool(calls)
+
     def abort(self, request_id: str) -> bool:
         """End a running call; its stream gets Aborted. False when there is none."""
         call = self._calls.get(request_id)
@@ -398,6 +419,15 @@ class Gateway:
             if view.id == worker:
                 return view
         raise WorkerLost(f"{worker} is gone")
+
+    def _running(self) -> list[_Seq]:
+        return [seq for call in self._calls.values() for seq in call.seqs]
+
+    def _replicas(self) -> list[ReplicaView]:
+        """Who takes new work; those that are leaving only when nobody else is there."""
+        now, views = self.clock(), self.pools.workers()
+        staying = [view for view in views if not view.is_leaving]
+        return [self._replica(view, now) for view in staying or views]
 
     def _replica(self, view: WorkerView, now: float) -> ReplicaView:
         unreported = self._in_flight.unreported(view.id, view.load, now)

@@ -76,6 +76,7 @@ class Trace:
     decode_s: float = 0.0  # first token to last, without the transfer
     cached_tokens: int = 0  # of the prompt, found instead of computed
     num_preemptions: int = 0
+    num_moves: int = 0  # between workers, while it was running
     fallback: str = ""  # why KV was computed twice; "" when it was not
     outcome: str = "running"
 

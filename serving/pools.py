@@ -3,7 +3,7 @@
 It knows nothing about how tokens travel: ``serving.channel`` does, and tests script them.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +28,7 @@ class WorkerView:
     num_pages: int
     page_size: int  # tokens per page
     max_model_len: int
+    is_leaving: bool = False  # drained: takes nothing new
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,24 @@ class Pools(Protocol):
 
     def abort(self, worker_id: str, request_id: str) -> None:
         """Fire and forget, idempotent, never raises; also lets go of a lease held under the id."""
+        ...
+
+    def hand_off(self, worker_id: str, request_id: str) -> None:
+        """The request leaves with its pages after its next token there: its last output has a
+        handle. As ``abort`` otherwise."""
+        ...
+
+    def set_role(self, worker_id: str, role: str) -> None:
+        """What it prefers from now on; ends a drain. As ``abort`` otherwise."""
+        ...
+
+    def drain(self, worker_id: str) -> None:
+        """It takes nothing new. As ``abort`` otherwise."""
+        ...
+
+    def on_change(self, listener: Callable[[str], None]) -> None:
+        """``listener`` hears the id of a worker whose role has changed or that is leaving, also
+        when it is no longer among ``workers``."""
         ...
 
     async def ledger(self, worker_id: str) -> KVLedger:

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from kvtransfer.core.handle import KVHandle, KVLayout
 from serving.pools import Submission, WorkerLost, WorkerView
@@ -55,7 +56,9 @@ class FakePools:
         self.submissions: list[tuple[str, Submission]] = []
         self.aborts: list[tuple[str, str]] = []
         self.held: set[tuple[str, str]] = set()  # (worker, request id): running or leased
+        self.leaving: set[tuple[str, str]] = set()  # (worker, request id): told to hand off
         self.num_tokens = 0  # sampled
+        self._listeners: list[Callable[[str], None]] = []
 
     def workers(self) -> list[WorkerView]:
         return list(self.views.values())
@@ -75,6 +78,23 @@ class FakePools:
     def abort(self, worker_id: str, request_id: str) -> None:
         self.aborts.append((worker_id, request_id))
         self.held.discard((worker_id, request_id))
+
+    def hand_off(self, worker_id: str, request_id: str) -> None:
+        self.leaving.add((worker_id, request_id))
+
+    def set_role(self, worker_id: str, role: str) -> None:
+        self._stand(worker_id, role=role, is_leaving=False)
+
+    def drain(self, worker_id: str) -> None:
+        self._stand(worker_id, is_leaving=True)
+
+    def _stand(self, worker_id: str, **stance: Any) -> None:
+        self.views[worker_id] = replace(self.views[worker_id], **stance)
+        for listener in self._listeners:
+            listener(worker_id)
+
+    def on_change(self, listener: Callable[[str], None]) -> None:
+        self._listeners.append(listener)
 
     async def ledger(self, worker_id: str) -> KVLedger:
         owned = {id: 1 for w, id in self.held if w == worker_id}
@@ -120,7 +140,9 @@ class FakePools:
         if token.id in sampling.stop_ids and len(output) >= sampling.min_tokens:
             reason = "stop"
         handle = None
-        if submission.hand_off and reason is None:
+        key = (worker_id, submission.request.id)
+        if (submission.hand_off or key in self.leaving) and reason is None:
+            self.leaving.discard(key)
             length = len(submission.request.prompt) + len(output) - 1
             handle = KVHandle(submission.request.id, worker_id, "1", length, 1, LAYOUT)
         timing = self._timing(submission) if is_first or reason or handle else None

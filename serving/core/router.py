@@ -115,6 +115,20 @@ def route(
     return _decide(prompt_tokens, mixed, split, mode)
 
 
+def rehome(
+    total_tokens: int, replicas: Sequence[ReplicaView], avoid: Collection[str] = ()
+) -> str | None:
+    """Where a running stream goes on best that leaves its worker; None when nobody can take it."""
+    fit = [r for r in replicas if r.id not in avoid and r.capacity >= total_tokens]
+    best = min(fit, key=_as_home, default=None)
+    return None if best is None else best.id
+
+
+def _as_home(r: ReplicaView) -> tuple[int, float, str]:
+    crowd = CROWD_TOKENS * (r.decode_seqs + r.waiting_seqs) + HARM * r.queued_tokens
+    return SERVE_DECODE[r.role], crowd, r.id
+
+
 def _decide(
     prompt_tokens: int, mixed: list[Candidate], split: list[Candidate], mode: str
 ) -> RouteDecision:

@@ -45,7 +45,9 @@ class WorkerProcess:
         await self._server.start(self._engine, self._identity(runner))
 
     async def drain(self, timeout_s: float) -> None:
-        """Wait until nothing runs here and nobody has yet to fetch pages from here."""
+        """Ask the gateways to move their streams, and wait until nothing runs here and nobody has
+        yet to fetch pages from here."""
+        self._server.leave()
         deadline = time.monotonic() + timeout_s
         while self._is_busy and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)

@@ -12,6 +12,7 @@ from serving.errors import (
     BadRequest,
     Internal,
     NoCapacity,
+    NotFound,
     Overloaded,
     PromptTooLong,
     Unavailable,
@@ -343,7 +344,7 @@ async def test_a_burst_spreads_before_any_load_report() -> None:
 
 
 async def test_refused_before_any_work() -> None:
-    with pytest.raises(Unavailable, match="no worker is attached"):
+    with pytest.raises(Unavailable, match="no worker that takes requests"):
         pools = FakePools()
         pools.lose("mixed-0")
         await collect(gateway(pools), generation())
@@ -395,3 +396,85 @@ async def test_draining_refuses_new_calls_and_lets_running_ones_end() -> None:
     assert await front.drain(5.0)
     assert await front.drain(0.0)
     assert ids(await task) == expected(20)
+
+
+# ------------------------------------------------------------------------------------ moving
+
+DECODERS = (worker("decode-0"), worker("decode-1"))
+
+
+async def moved_after(front: Gateway, call: Generation, action: Any) -> list[Delta]:
+    """The deltas of a call; ``action`` is run after its second one."""
+    deltas: list[Delta] = []
+    async with aclosing(front.generate(call)) as stream:
+        async for delta in stream:
+            deltas.append(delta)
+            if len(deltas) == 2:
+                await action()
+    return deltas
+
+
+async def test_a_drained_worker_s_stream_goes_on_elsewhere_with_its_pages() -> None:
+    """FAULTS 83: nothing new there, every token once, no replay."""
+    pools = FakePools(*DECODERS, delay_s=0.001)
+    front = gateway(pools)
+    deltas = await moved_after(
+        front, generation(max_tokens=20), lambda: front.moves.drain("decode-0")
+    )
+    assert ids(deltas) == expected(20)
+    (moved,) = pools.submitted("decode-1")
+    assert moved.handle is not None and moved.handle.source == "decode-0"
+    assert list(moved.output) == expected(20)[: len(moved.output)]
+    final = deltas[-1].final
+    assert final is not None and final.trace.fallback == "" and final.trace.num_moves == 1
+    assert final.usage.completion_tokens == 20
+    await collect(front, generation("second"))
+    assert len(pools.submitted("decode-0")) == 1 and not pools.held
+
+
+async def test_a_drain_with_nobody_else_leaves_the_stream_where_it_is() -> None:
+    pools = FakePools(worker("mixed-0"), delay_s=0.001)
+    front = gateway(pools)
+    deltas = await moved_after(
+        front, generation(max_tokens=20), lambda: front.moves.drain("mixed-0")
+    )
+    assert ids(deltas) == expected(20) and len(pools.submissions) == 1
+    with pytest.raises(Unavailable, match="takes requests"):
+        await collect(front, generation("second"))
+    await front.moves.set_role("mixed-0", "mixed")
+    assert ids(await collect(front, generation("third"))) == expected(8)
+
+
+async def test_streams_leave_a_worker_that_is_to_prefill_only_for_one_that_decodes() -> None:
+    for other, num_moves in (("decode-1", 1), ("prefill-1", 0)):
+        pools = FakePools(worker("decode-0"), worker(other), delay_s=0.001)
+        front = gateway(pools)
+        deltas = await moved_after(
+            front,
+            generation(max_tokens=20, pinned=("decode-0",)),
+            lambda front=front: front.moves.set_role("decode-0", "prefill"),
+        )
+        assert ids(deltas) == expected(20)
+        assert deltas[-1].final is not None and deltas[-1].final.trace.num_moves == num_moves
+
+
+async def test_a_stream_moved_to_a_worker_that_dies_on_the_way_is_replayed() -> None:
+    pools = FakePools(*DECODERS, delay_s=0.001)
+    front = gateway(pools)
+
+    async def move_then_lose() -> None:
+        assert front.move("r", "decode-1")
+        pools.lose("decode-1")
+
+    deltas = await moved_after(front, generation(max_tokens=20), move_then_lose)
+    assert ids(deltas) == expected(20) and not pools.held
+    assert deltas[-1].final is not None and "nowhere" in deltas[-1].final.trace.fallback
+
+
+async def test_roles_and_moves_are_checked() -> None:
+    front = gateway(FakePools())
+    with pytest.raises(BadRequest, match="not one of mixed, prefill, decode"):
+        await front.moves.set_role("mixed-0", "both")
+    with pytest.raises(NotFound, match="'x' is attached"):
+        await front.moves.drain("x")
+    assert not front.move("unknown", "x")
