@@ -26,9 +26,7 @@ class Answer:
 
     @property
     def longest_gap_s(self) -> float:
-        return max(
-            (b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0
-        )
+        return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
 
 @dataclass(slots=True)

@@ -49,9 +49,7 @@ async def test_flips_and_moves_under_streams_change_no_token(t0_with_tokenizer: 
     async with deployed(t0_with_tokenizer, roles) as deployment:  # type: ignore[arg-type]
         expected = await undisturbed(deployment)
         stop = asyncio.Event()
-        streams = [
-            asyncio.create_task(continuous(deployment, i, stop)) for i in range(NUM_STREAMS)
-        ]
+        streams = [asyncio.create_task(continuous(deployment, i, stop)) for i in range(NUM_STREAMS)]
         try:
             for i in range(350):
                 await asyncio.sleep(0.02)
@@ -77,9 +75,7 @@ async def test_a_drained_worker_empties_while_its_streams_go_on(t0_with_tokenize
     async with deployed(t0_with_tokenizer, {"a": "mixed", "b": "mixed"}) as deployment:
         expected = await undisturbed(deployment)
         stop = asyncio.Event()
-        streams = [
-            asyncio.create_task(continuous(deployment, i, stop)) for i in range(NUM_STREAMS)
-        ]
+        streams = [asyncio.create_task(continuous(deployment, i, stop)) for i in range(NUM_STREAMS)]
         await asyncio.sleep(0.5)
         started = time.monotonic()
         await asyncio.wait_for(deployment.workers["a"].drain(30), 10)
