@@ -184,17 +184,17 @@ def test_a_lease_nobody_wants_expires():
 
 def test_a_lease_is_kept_while_its_receiver_waits_for_room(workers):
     network = LoopbackNetwork()
-    source = Worker(network, "s", lease_s=0.4)
-    target = Worker(network, "t", limits=Limits(64, 1), lease_s=0.4)
-    target.runner.step_s = 0.01
-    target.submit(request("busy", 10, 100))
+    source = Worker(network, "s", lease_s=0.6)
+    target = Worker(network, "t", limits=Limits(64, 1), lease_s=0.6)
+    target.runner.step_s = 0.02
+    target.submit(request("busy", 10, 50))
     req = request("moved", 50, 5)
     source.submit(req, hand_off=True)
     source.wait_for("moved")
     [first] = source.outputs["moved"]
     target.submit(req, output=[first.token.id], handle=first.handle)
     target.wait_for("moved")
-    assert target.outputs["moved"][0].fallback is None, "it waited 1 s with a lease of 0.4 s"
+    assert target.outputs["moved"][0].fallback is None, "it waited 1 s with a lease of 0.6 s"
     for worker in (source, target):
         worker.assert_clean()
         worker.engine.stop()
