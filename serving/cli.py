@@ -14,10 +14,11 @@ from typing import Annotated
 import typer
 
 from serving import console
-from serving.config import Config, ConfigError, load_config
+from serving.config import Config, ConfigError, load_config, served_name
 from serving.service import Service, ServiceError, Stopped, fetch_status
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+NESTED = (("slo", "ttft"), ("slo", "itl"), ("tls", "cert"), ("tls", "key"), ("tls", "client_ca"))
 DEMO_PORTS = {"http_port": 0, "grpc_port": 0}
 
 app = typer.Typer(
@@ -84,22 +85,30 @@ def serve(
     ray: Annotated[
         str | None, Flag(help="auto (join a running Ray or start one), local, or an address.")
     ] = None,
+    api_keys: Annotated[
+        str | None, Flag(help="A file of key hashes (see `evenflow key`): only these may.")
+    ] = None,
+    tls_cert: Annotated[str | None, Flag(help="PEM file: TLS on both ports.")] = None,
+    tls_key: Annotated[str | None, Flag(help="PEM file of the certificate's key.")] = None,
+    tls_client_ca: Annotated[str | None, Flag(help="PEM file: clients need certificates.")] = None,
+    insecure: Annotated[
+        bool | None, Flag("--insecure", help="Listen on a network without TLS and keys.")
+    ] = None,
     debug: Annotated[bool | None, Flag(help="Page ledgers and pinned workers, for tests.")] = None,
     config: Annotated[Path | None, Flag(help="A YAML file with these and more keys.")] = None,
 ) -> None:
     """Start or join Ray, deploy, and serve until Ctrl-C."""
     flags = {key: value for key, value in locals().items() if key != "config"}
-    for name in ("ttft", "itl"):
-        flags[f"slo.{name}"] = flags.pop(f"slo_{name}")
+    for section, name in NESTED:
+        flags[f"{section}.{name}"] = flags.pop(f"{section}_{name}")
     with plain_errors():
         _serve(load_config(config, flags))
 
 
 def _serve(config: Config) -> None:
     with console.Progress() as progress, Service(config, progress.say) as service:
-        status = service.status()
         progress.close()
-        console.welcome(status["model"], status["workers"], service.url, service.grpc_address)
+        console.welcome(service.config, served_name(config), service.url, service.grpc_address)
         service.watch()
 
 
@@ -141,6 +150,22 @@ def status(url: UrlFlag = DEFAULT_URL, as_json: JsonFlag = False) -> None:
             console.out.print_json(json.dumps(answer))
         else:
             console.status_table(answer)
+
+
+@app.command()
+def key(
+    name: Annotated[str, typer.Argument(help="Whose it is.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Make an API key: what its owner gets, and the entry for the server's key file."""
+    from serving.auth import digest, new_key
+
+    secret = new_key()
+    if as_json:
+        entry = {"name": name, "sha256": digest(secret)}
+        console.out.print_json(json.dumps({"key": secret, "entry": entry}))
+    else:
+        console.new_key(name, secret, digest(secret))
 
 
 @app.command()

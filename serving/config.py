@@ -6,6 +6,7 @@ device (``auto``, ``None``) is found out by the process that owns the device.
 
 import dataclasses
 import difflib
+import ipaddress
 import re
 import types
 import typing
@@ -22,6 +23,7 @@ Role = Literal["mixed", "prefill", "decode"]
 ROLES: tuple[Role, ...] = typing.get_args(Role)
 
 T = TypeVar("T")
+DEMO_NAME = "SmolLM2-135M-Instruct"
 
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "h": 3600.0}
 
@@ -55,6 +57,25 @@ class SloConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """PEM files on the gateway's machine. Without ``cert`` both doors speak plain text."""
+
+    cert: str = ""
+    key: str = ""
+    client_ca: str = ""  # clients have to show a certificate that this authority signed
+
+    def __post_init__(self) -> None:
+        if bool(self.cert) != bool(self.key):
+            raise ConfigError("tls: cert and key belong together")
+        if self.client_ca and not self.cert:
+            raise ConfigError("tls.client_ca: needs tls.cert and tls.key")
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.cert)
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Every setting of a deployment. ``None`` means: found out where it is used."""
 
@@ -81,7 +102,10 @@ class Config:
     http_port: int = 8000
     grpc_port: int = 9000
     max_queue: int = 256  # requests waiting for one worker before new ones are refused
-    max_body_bytes: int = 32 << 20
+    max_body_bytes: int = 8 << 20
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    api_keys: str = ""  # a file of key hashes, see serving/auth.py; empty: everybody may
+    insecure: bool = False  # listen beyond this machine without TLS and keys all the same
     slo: SloConfig = field(default_factory=SloConfig)
     # what may go wrong
     lease_s: float = 30.0  # pages handed off are kept this long for a receiver that is silent
@@ -94,6 +118,7 @@ class Config:
     debug: bool = False  # page ledgers and pinned workers for tests
 
     def __post_init__(self) -> None:
+        self._check_reach()
         for key, (low, high) in _LIMITS.items():
             value = getattr(self, key)
             if value is not None and not low <= value <= high:
@@ -108,6 +133,20 @@ class Config:
             raise ConfigError(f"ray: {self.ray!r} is neither auto, local nor host:port")
         if self.slo.ttft_s <= 0 or self.slo.itl_s <= 0:
             raise ConfigError(f"slo: {self.slo.ttft!r} and {self.slo.itl!r} must be above zero")
+
+    def _check_reach(self) -> None:
+        """Whoever opens the door to a network says so, or guards it."""
+        if self.is_guarded or self.insecure or is_loopback(self.host):
+            return
+        raise ConfigError(
+            f"host: {self.host} can be reached from other machines: set tls.cert, tls.key and "
+            "api_keys (or tls.client_ca), or say insecure: true (--insecure)"
+        )
+
+    @property
+    def is_guarded(self) -> bool:
+        """Strangers neither read along nor get an answer."""
+        return self.tls.is_on and bool(self.api_keys or self.tls.client_ca)
 
     @property
     def num_workers(self) -> int:
@@ -137,6 +176,28 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "stall_timeout_s": (0.5, 86400),
     "drain_s": (0, 86400),
 }
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it. A name other than localhost may mean anything."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def served_name(config: Config) -> str:
+    """What clients call the model."""
+    if config.served_model_name:
+        return config.served_model_name
+    if not config.model:
+        return DEMO_NAME
+    path = Path(config.model).expanduser()
+    if path.exists():
+        return path.stem if path.suffix == ".gguf" else path.resolve().name
+    return config.model
 
 
 def load_config(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:

@@ -3,11 +3,13 @@
 It draws facts that others found out, and finds out nothing itself.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from serving.config import ROLES, Config
 
 PLAIN_WIDTH = 160  # of tables in a file or a pipe
 
@@ -54,12 +56,11 @@ def problem(message: str) -> None:
     err.print(f"[bold red]evenflow:[/] {_plain(' '.join(message.split()))}")
 
 
-def welcome(model: str, workers: Iterable[Mapping[str, Any]], url: str, grpc: str) -> None:
+def welcome(config: Config, model: str, url: str, grpc: str) -> None:
     """The endpoints, and a line to copy."""
-    counts: dict[str, int] = {}
-    for worker in workers:
-        counts[worker["role"]] = counts.get(worker["role"], 0) + 1
-    pools = ", ".join(f"{n} {role}" for role, n in counts.items())
+    pools = ", ".join(f"{n} {role}" for role in ROLES if (n := config.count(role)))
+    flags = f" --cacert {config.tls.cert}" if config.tls.is_on else ""
+    flags += ' --oauth2-bearer "$EVENFLOW_API_KEY"' if config.api_keys else ""
     body = (
         f'{{"model": "{model}", "stream": true, "messages": '
         '[{"role": "user", "content": "Why is the sky blue?"}]}'
@@ -68,9 +69,9 @@ def welcome(model: str, workers: Iterable[Mapping[str, Any]], url: str, grpc: st
     out.print(f"  HTTP  {url}/v1")
     out.print(f"  gRPC  {grpc}")
     out.print("\nTry it:", style="dim")
+    content_type = "-H 'content-type: application/json'"
     out.print(
-        f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
-        markup=False,
+        f"  curl -N{flags} {url}/v1/chat/completions {content_type} -d '{body}'", markup=False
     )
     out.print("\nCtrl-C ends it.", style="dim")
 
@@ -96,6 +97,14 @@ def status_table(status: Mapping[str, Any]) -> None:
             f"{load['step_s'] * 1000:.0f}",
         )
     out.print(table)
+
+
+def new_key(name: str, key: str, sha256: str) -> None:
+    """The key on stdout, where a pipe finds it alone; what to do with it on stderr."""
+    err.print("The key, shown only now:")
+    out.print(key, markup=False)
+    err.print("The entry for the file that api_keys names:")
+    err.print(f"keys:\n  - name: {name}\n    sha256: {sha256}", markup=False)
 
 
 def check_line(name: str, state: str, text: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from serving.service import ServiceError
+from serving.service import ServiceError, key_header
 
 MODES = ("mixed", "disaggregated")
 CHAT_TOKENS = 160  # enough to outlast the long prompt on a slow machine
@@ -115,7 +115,11 @@ class Demo:
         limits = httpx.Limits(max_connections=None)
         try:
             async with httpx.AsyncClient(
-                base_url=self._url, timeout=TIMEOUT_S, limits=limits, trust_env=False
+                base_url=self._url,
+                timeout=TIMEOUT_S,
+                limits=limits,
+                headers=key_header(),
+                trust_env=False,
             ) as client:
                 results = []
                 for mode in MODES:

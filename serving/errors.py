@@ -4,11 +4,14 @@
     ├── BadRequest            the client's request cannot work (names the parameter)
     │   ├── PromptTooLong
     │   ├── BodyTooLarge
+    │   ├── BodyTooSlow
+    │   ├── HeadTooLarge
     │   └── MethodNotAllowed
     ├── NotFound              no such route or request
     │   └── ModelNotFound
     ├── Unauthenticated
     ├── Overloaded            try again after ``retry_after_s``
+    │   └── RateLimited       this key has used up its share
     ├── Unavailable           no worker can take it now
     │   └── NoCapacity
     ├── Aborted               somebody asked for the end of this request
@@ -56,6 +59,22 @@ class BodyTooLarge(BadRequest):
     grpc = "RESOURCE_EXHAUSTED"
 
 
+class BodyTooSlow(BadRequest):
+    """The client stopped sending half way."""
+
+    status = 408
+    code = "request_timeout"
+    grpc = "DEADLINE_EXCEEDED"
+
+
+class HeadTooLarge(BadRequest):
+    """More headers than the server reads."""
+
+    status = 431
+    code = "headers_too_large"
+    grpc = "RESOURCE_EXHAUSTED"
+
+
 class MethodNotAllowed(BadRequest):
     """The route exists, the verb does not."""
 
@@ -99,6 +118,12 @@ class Overloaded(RequestFailed):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class RateLimited(Overloaded):
+    """The key's own limit; others are served."""
+
+    code = "rate_limit_exceeded"
 
 
 class Unavailable(RequestFailed):

@@ -6,30 +6,31 @@ are. It knows nothing about Ray.
 """
 
 import asyncio
-import contextlib
+import logging
 import socket
+import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-import uvicorn
-
-from serving.api.grpc_server import GrpcServer
+from serving.api.grpc_server import GrpcServer, ServerTls, server_tls
 from serving.api.openai import build_app
 from serving.api.settings import FrontSettings
+from serving.auth import Keyring, load_keys
 from serving.channel import ChannelPools
-from serving.config import Config
+from serving.config import Config, ConfigError, TlsConfig, is_loopback, served_name
 from serving.gateway import Gateway
+from serving.http_server import HttpServer
 from serving.tokenizer import Tokenizer
 from workers.core.request import SLO
 
 T = TypeVar("T")
 
-DEMO_NAME = "SmolLM2-135M-Instruct"
+logger = logging.getLogger(__name__)
+
 BACKLOG = 2048
 RETRY_S = 0.2
-CLOSE_S = 2  # for answers that are being sent when the server stops
 
 
 class PortTaken(OSError):
@@ -50,23 +51,20 @@ class FrontDoor:
             max_body_bytes=config.max_body_bytes,
             slo=SLO(config.slo.ttft_s, config.slo.itl_s),
             debug=config.debug,
+            keys=load_keys(Path(config.api_keys)) if config.api_keys else Keyring(),
         )
-        self._http = _HttpServer(
-            uvicorn.Config(
-                build_app(self.gateway, settings),
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                timeout_graceful_shutdown=CLOSE_S,
-            )
-        )
-        self._grpc = GrpcServer(self.gateway, settings)
+        self._http = HttpServer(build_app(self.gateway, settings), config.tls)
+        self._grpc = GrpcServer(self.gateway, settings, _grpc_tls(config.tls))
         self._task: asyncio.Task[None] | None = None
         self.http_port = self.grpc_port = 0
 
     async def start(self, patience_s: float = 0.0) -> None:
         """Listen. PortTaken when a port is not free within ``patience_s``."""
         config = self._config
+        if not config.is_guarded and not is_loopback(config.host):
+            logger.warning(
+                "anybody who reaches %s can use this server: insecure is set", config.host
+            )
         deadline = time.monotonic() + patience_s
         sock = await _patiently(deadline, lambda: _listen(config.host, config.http_port))
         self.http_port = sock.getsockname()[1]
@@ -99,24 +97,19 @@ class FrontDoor:
         await self.pools.close()
 
 
-class _HttpServer(uvicorn.Server):
-    """Leaves signals to the process that it runs in."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def served_name(config: Config) -> str:
-    """What clients call the model."""
-    if config.served_model_name:
-        return config.served_model_name
-    if not config.model:
-        return DEMO_NAME
-    path = Path(config.model).expanduser()
-    if path.exists():
-        return path.stem if path.suffix == ".gguf" else path.resolve().name
-    return config.model
+def _grpc_tls(tls: TlsConfig) -> ServerTls | None:
+    """ConfigError when a file is not what it should be: for both doors, before either opens."""
+    if not tls.is_on:
+        return None
+    ca = Path(tls.client_ca) if tls.client_ca else None
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tls.cert, tls.key)
+        if ca is not None:
+            context.load_verify_locations(ca)
+        return server_tls(Path(tls.cert), Path(tls.key), ca)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"tls: {tls.cert}, {tls.key}: {error.strerror or error}") from None
 
 
 async def _patiently(deadline: float, take: Callable[[], Awaitable[T]]) -> T:

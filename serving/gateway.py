@@ -26,7 +26,7 @@ from serving.errors import (
     RequestFailed,
     Unavailable,
 )
-from serving.generation import Delta, Final, Generation, Trace, Usage
+from serving.generation import Delta, Final, Generation, Trace, Usage, call_id
 from serving.metrics import Metrics
 from serving.moves import Moves
 from serving.pools import Pools, Submission, WorkerLost, WorkerView
@@ -218,7 +218,7 @@ class Gateway:
         workers = [view for view in self.pools.workers() if not view.is_leaving]
         if not workers:
             raise Unavailable("no worker that takes requests is attached; see /ready")
-        if generation.id in self._calls:
+        if generation.call_id in self._calls:
             raise BadRequest(f"a request with id {generation.id!r} is running", "request_id")
         refusal = admit(
             [w.load for w in workers], self._num_unanswered, generation.num_choices, self._max_queue
@@ -227,7 +227,7 @@ class Gateway:
             self.metrics.failed("Overloaded")
             raise Overloaded(f"overloaded: {refusal.reason}", refusal.retry_after_s)
         call = _Call(generation, [_seq(generation, i) for i in range(generation.num_choices)])
-        self._calls[generation.id] = call
+        self._calls[generation.call_id] = call
         self._num_unanswered += len(call.seqs)
         self._idle.clear()
         self.metrics.arrived(sum(len(prompt) for prompt in generation.prompts))
@@ -341,13 +341,13 @@ class Gateway:
             self._note_answered(seq)
         for task in call.tasks:
             task.cancel()
-        self._calls.pop(call.generation.id, None)
+        self._calls.pop(call.generation.call_id, None)
         if not self._calls:
             self._idle.set()
         if call.outcome == "aborted":
             self.metrics.aborted()
         await asyncio.gather(*call.tasks, return_exceptions=True)
-        await self._store.set(f"request:{call.generation.id}", _explanation(call), EXPLAIN_S)
+        await self._store.set(f"request:{call.generation.call_id}", _explanation(call), EXPLAIN_S)
 
     # ------------------------------------------------------------------ what others ask
 
@@ -359,9 +359,9 @@ class Gateway:
             self.moves.move(seq, worker)
         return bool(calls)
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str, tenant: str = "") -> bool:
         """End a running call; its stream gets Aborted. False when there is none."""
-        call = self._calls.get(request_id)
+        call = self._calls.get(call_id(tenant, request_id))
         if call is None:
             return False
         for seq in call.seqs:
@@ -371,17 +371,18 @@ class Gateway:
         call.deltas.put_nowait(Aborted(f"request {request_id} was aborted"))
         return True
 
-    def mode(self, request_id: str) -> str:
+    def mode(self, request_id: str, tenant: str = "") -> str:
         """In which mode a running call runs; "" before it is routed."""
-        call = self._calls.get(request_id)
+        call = self._calls.get(call_id(tenant, request_id))
         return call.seqs[0].trace.mode if call else ""
 
-    async def explain(self, request_id: str) -> dict[str, Any] | None:
+    async def explain(self, request_id: str, tenant: str = "") -> dict[str, Any] | None:
         """The trace of a running or recent call."""
-        call = self._calls.get(request_id)
+        name = call_id(tenant, request_id)
+        call = self._calls.get(name)
         if call is not None:
             return _explanation(call)
-        stored = await self._store.get(f"request:{request_id}")
+        stored = await self._store.get(f"request:{name}")
         return None if stored is None else dict(stored)
 
     def limits(self) -> Limits:

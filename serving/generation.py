@@ -26,10 +26,20 @@ class Generation:
     slo: SLO = field(default_factory=SLO)
     priority: int = 0
     cache_salt: str = ""  # only requests with the same salt share cached prefixes
+    tenant: str = ""  # whose it is, where keys are asked for
+
+    @property
+    def call_id(self) -> str:
+        """What the gateway knows it by: clients of one tenant cannot name another's requests."""
+        return call_id(self.tenant, self.id)
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
+
+
+def call_id(tenant: str, request_id: str) -> str:
+    return f"{tenant}/{request_id}" if tenant else request_id
 
 
 @dataclass(frozen=True, slots=True)

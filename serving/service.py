@@ -6,10 +6,13 @@ draws nothing: progress goes to whoever asked.
 
 import dataclasses
 import errno
+import http
 import http.client
 import json
+import os
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -24,6 +27,8 @@ READY_TIMEOUT_S = 600.0  # loading a large model takes its time
 POLL_S = 0.3
 WATCH_S = 2.0
 CALL_TIMEOUT_S = 5.0
+KEY_VARIABLE = "EVENFLOW_API_KEY"  # of the command line as a client
+CA_VARIABLE = "EVENFLOW_CA"  # a PEM file: whom to trust instead of the system's authorities
 
 Say = Callable[[str], None]
 
@@ -75,14 +80,12 @@ class Service:
 
     @property
     def url(self) -> str:
-        return f"http://{self._host}:{self.config.http_port}"
+        scheme = "https" if self.config.tls.is_on else "http"
+        return f"{scheme}://{self._host}:{self.config.http_port}"
 
     @property
     def grpc_address(self) -> str:
         return f"{self._host}:{self.config.grpc_port}"
-
-    def status(self) -> dict[str, Any]:
-        return fetch_status(self.url)
 
     def watch(self) -> None:
         """Return never: ``Stopped`` ends it, or ServiceError when the deployment is gone."""
@@ -120,16 +123,24 @@ class Service:
         self._say(f"starting {wanted} workers and loading the model")
         while time.monotonic() < deadline:
             launch.raise_if_failed()
-            try:
-                present = len(self.status()["workers"])
-            except ServiceError:
-                present = 0
+            present = self._num_ready(launch)
             if present == wanted:
                 return
             if present:
                 self._say(f"loading the model: {present} of {wanted} workers are ready")
             time.sleep(POLL_S)
         raise ServiceError(f"not ready within {READY_TIMEOUT_S:.0f} s; Ray's logs: /tmp/ray")
+
+    def _num_ready(self, launch: "Launch") -> int:
+        """Workers that the gateway has. Who has no client's certificate takes Serve's word."""
+        if self.config.tls.client_ca:
+            return self.config.num_workers if launch.is_running else 0
+        trust = ssl.create_default_context()
+        trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE  # this very process's child
+        try:
+            return int(fetch(self.url, "/ready", trust)["workers"])
+        except ServiceError:
+            return 0
 
     def _stop(self, drain: bool) -> None:
         if self._launch is None:
@@ -181,25 +192,49 @@ def try_port(host: str, port: int, kind: str) -> int:
         ) from None
 
 
+def key_header() -> dict[str, str]:
+    """The key of whoever uses the command line, for a server that asks for one."""
+    key = os.environ.get(KEY_VARIABLE)
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
 def fetch_status(url: str) -> dict[str, Any]:
     """What ``/v1/evenflow/status`` says. ServiceError when nobody answers there."""
+    trust = None
+    if authority := os.environ.get(CA_VARIABLE):
+        try:
+            trust = ssl.create_default_context(cafile=authority)
+        except OSError as error:
+            raise ServiceError(f"{CA_VARIABLE}: {authority}: {error.strerror}") from None
+    return fetch(url, "/v1/evenflow/status", trust)
+
+
+def fetch(url: str, path: str, trust: ssl.SSLContext | None = None) -> dict[str, Any]:
+    """A JSON object with ``workers``. ServiceError when nobody answers there."""
     scheme, _, rest = url.rstrip("/").partition("://")
     netloc = rest.split("/")[0]
     if not netloc or scheme not in ("http", "https"):
         raise ServiceError(f"{url!r} is not an address such as http://127.0.0.1:8000")
-    kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
+    if scheme == "https":
+        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+            netloc, timeout=CALL_TIMEOUT_S, context=trust
+        )
+    else:
+        connection = http.client.HTTPConnection(netloc, timeout=CALL_TIMEOUT_S)
     try:
-        connection = kind(netloc, timeout=CALL_TIMEOUT_S)
-        connection.request("GET", "/v1/evenflow/status")
+        connection.request("GET", path, headers=key_header())
         answer = connection.getresponse()
         body = answer.read()
-        connection.close()
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ServiceError(
             f"no Evenflow answers at {url} ({reason}): start one with `evenflow serve`, or name "
             "another with --url"
         ) from None
+    finally:
+        connection.close()
+    if answer.status == http.HTTPStatus.UNAUTHORIZED:
+        raise ServiceError(f"{url} wants an API key: put it into {KEY_VARIABLE}")
     try:
         status: dict[str, Any] = json.loads(body)
         status["workers"]

@@ -8,6 +8,7 @@ import httpx
 
 from serving.api.openai import build_app
 from serving.api.settings import FrontSettings
+from serving.auth import ApiKey, Keyring, digest
 from serving.gateway import Gateway
 from tests.fakes import FakePools, Script, scripted
 from tests.tokenizers import plain_tokenizer
@@ -44,6 +45,11 @@ def front(pools: FakePools | None = None, *, max_queue: int = 256, **settings: A
     app = build_app(gateway, FrontSettings(MODEL, **{"debug": True, **settings}))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return Front(pools, gateway, httpx.AsyncClient(transport=transport, base_url="http://front"))
+
+
+def keyring(*keys: str) -> Keyring:
+    """Each key is its own name and tenant, without limits."""
+    return Keyring(ApiKey(key, digest(key), key) for key in keys)
 
 
 def says(text: str) -> Script:

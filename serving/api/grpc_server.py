@@ -6,12 +6,12 @@ Streaming handlers write to their context, so that a cancelled call closes its g
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -21,18 +21,24 @@ from protos import evenflow_pb2 as pb
 from protos import evenflow_pb2_grpc as services
 from serving.api.intake import Ask, Intake
 from serving.api.settings import FrontSettings
-from serving.errors import NotFound, Overloaded, RequestFailed, Unauthenticated
+from serving.auth import ApiKey, Keyring
+from serving.errors import Overloaded, RequestFailed, Unauthenticated
 from serving.gateway import Gateway
 from serving.generation import Delta, Final, TokenLogprobs, TokenText
 from serving.messages import load_to_wire
 
 logger = logging.getLogger(__name__)
 
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+ServerTls = grpc.ServerCredentials
 Context = grpc.aio.ServicerContext[Any, Any]
 
 SERVICES = tuple(
     pb.DESCRIPTOR.services_by_name[name].full_name for name in ("Inference", "Cluster")
 )
+OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
+KEY_NEEDED = "a valid API key is needed: metadata authorization, Bearer KEY"
+MAX_METADATA_BYTES = 32 << 10
 HEALTH_PERIOD_S = 0.5  # how often a watched health is looked at
 OPTIONAL = (
     *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n"),
@@ -41,17 +47,32 @@ OPTIONAL = (
 METADATA = ("x-evenflow-mode", "x-slo-ttft-ms", "x-slo-itl-ms", "x-evenflow-worker")
 
 
+def server_tls(cert: Path, key: Path, client_ca: Path | None) -> ServerTls:
+    """From PEM files. With ``client_ca`` only clients that it signed get past the handshake."""
+    return grpc.ssl_server_credentials(
+        [(key.read_bytes(), cert.read_bytes())],
+        root_certificates=client_ca.read_bytes() if client_ca else None,
+        require_client_auth=client_ca is not None,
+    )
+
+
 class GrpcServer:
     """Listens from ``start`` to ``stop``."""
 
-    def __init__(self, gateway: Gateway, settings: FrontSettings) -> None:
+    def __init__(
+        self, gateway: Gateway, settings: FrontSettings, tls: ServerTls | None = None
+    ) -> None:
         limit = settings.max_body_bytes
+        self._tls = tls
         self._server = grpc.aio.server(
+            interceptors=(_KeyCheck(settings.keys),),
             options=(
+                ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+                ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
                 ("grpc.so_reuseport", 0),  # a port in use is an error, not a second listener
                 ("grpc.max_receive_message_length", limit),
                 ("grpc.max_send_message_length", -1),
-            )
+            ),
         )
         intake = Intake(gateway, settings)
         services.add_InferenceServicer_to_server(_Inference(intake), self._server)
@@ -65,7 +86,10 @@ class GrpcServer:
         """The port that was bound (``port`` may be 0). OSError when it is in use."""
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            bound = self._server.add_insecure_port(where)
+            if self._tls is None:
+                bound = self._server.add_insecure_port(where)
+            else:
+                bound = self._server.add_secure_port(where, self._tls)
         except RuntimeError as error:
             raise OSError(f"{where} cannot be bound") from error
         await self._server.start()
@@ -82,7 +106,7 @@ class _Inference(services.InferenceServicer):  # type: ignore[misc]  # generated
         self._created = int(time.time())
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        async with _answering(context, self._intake.settings):
+        async with _answering(context):
             body = _options(request.options)
             kind = request.WhichOneof("prompt")
             if kind is not None:
@@ -90,12 +114,15 @@ class _Inference(services.InferenceServicer):  # type: ignore[misc]  # generated
             if request.options.HasField("logprobs"):
                 body["logprobs"] = request.options.logprobs
             ask = await self._intake.completion(
-                body, headers=_metadata(context), request_id=request.options.request_id
+                body,
+                caller=_caller(context, self._intake.settings),
+                headers=_metadata(context),
+                request_id=request.options.request_id,
             )
             await self._stream(ask, context)
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> None:
-        async with _answering(context, self._intake.settings):
+        async with _answering(context):
             body = _options(request.options)
             body["messages"] = [
                 {"role": m.role, "content": m.content, "name": m.name} for m in request.messages
@@ -103,18 +130,20 @@ class _Inference(services.InferenceServicer):  # type: ignore[misc]  # generated
             if request.options.HasField("logprobs"):
                 body |= {"logprobs": True, "top_logprobs": request.options.logprobs}
             ask = await self._intake.chat(
-                body, headers=_metadata(context), request_id=request.options.request_id
+                body,
+                caller=_caller(context, self._intake.settings),
+                headers=_metadata(context),
+                request_id=request.options.request_id,
             )
             await self._stream(ask, context)
 
     async def _stream(self, ask: Ask, context: Context) -> None:
-        generation = ask.generation
-        async with contextlib.aclosing(self._intake.gateway.generate(generation)) as deltas:
+        async with contextlib.aclosing(self._intake.answer(ask)) as deltas:
             async for delta in deltas:
-                await context.write(_response(generation.id, delta))
+                await context.write(_response(ask.generation.id, delta))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        async with _answering(context, self._intake.settings):
+        async with _answering(context):
             ids = await self._intake.tokenize({"model": request.model, "prompt": request.text})
             max_model_len = self._intake.gateway.limits().max_model_len
             return pb.TokenizeResponse(token_ids=ids, max_model_len=max_model_len)
@@ -122,14 +151,14 @@ class _Inference(services.InferenceServicer):  # type: ignore[misc]  # generated
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: Context
     ) -> pb.DetokenizeResponse:
-        async with _answering(context, self._intake.settings):
+        async with _answering(context):
             body = {"model": request.model, "tokens": list(request.token_ids)}
             return pb.DetokenizeResponse(text=self._intake.detokenize(body))
 
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
-        async with _answering(context, self._intake.settings):
+        async with _answering(context):
             max_model_len = self._intake.gateway.limits().max_model_len
             settings = self._intake.settings
             names = (settings.model, *sorted(settings.aliases))
@@ -141,8 +170,8 @@ class _Inference(services.InferenceServicer):  # type: ignore[misc]  # generated
             )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        async with _answering(context, self._intake.settings):
-            self._intake.gateway.abort(request.request_id)
+        async with _answering(context):
+            self._intake.abort(request.request_id, _caller(context, self._intake.settings))
             return pb.AbortResponse()
 
 
@@ -151,7 +180,7 @@ class _Cluster(services.ClusterServicer):  # type: ignore[misc]  # generated, un
         self._intake = intake
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.Status:
-        async with _answering(context, self._intake.settings):
+        async with _answering(context):
             gateway = self._intake.gateway
             workers = [
                 pb.WorkerStatus(id=view.id, role=view.role, load=load_to_wire(view.load))
@@ -160,10 +189,9 @@ class _Cluster(services.ClusterServicer):  # type: ignore[misc]  # generated, un
             return pb.Status(model=gateway.model, workers=workers)
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.Explanation:
-        async with _answering(context, self._intake.settings):
-            found = await self._intake.gateway.explain(request.request_id)
-            if found is None:
-                raise NotFound(f"no request {request.request_id[:128]!r} is running or recent here")
+        async with _answering(context):
+            caller = _caller(context, self._intake.settings)
+            found = await self._intake.explain(request.request_id, caller)
             return pb.Explanation(
                 request_id=request.request_id, route=_route(found), outcome=found["outcome"]
             )
@@ -198,11 +226,46 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generate
         return kinds(status=kinds.SERVING if self._gateway.is_ready else kinds.NOT_SERVING)
 
 
+class _KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
+    """Every method but the probes needs a key, those that do not exist included."""
+
+    def __init__(self, keys: Keyring) -> None:
+        self._keys = keys
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        if (
+            handler_call_details.method in OPEN_METHODS
+            or self._keys.find(_authorization(handler_call_details.invocation_metadata)) is not None
+        ):
+            return await continuation(handler_call_details)
+        return grpc.unary_unary_rpc_method_handler(_refuse)
+
+
+async def _refuse(request: bytes, context: Context) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, KEY_NEEDED)
+
+
+def _caller(context: Context, settings: FrontSettings) -> ApiKey:
+    caller = settings.keys.find(_authorization(context.invocation_metadata()))
+    if caller is None:  # never past _KeyCheck
+        raise Unauthenticated(KEY_NEEDED)
+    return caller
+
+
+def _authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """The one value; none when there are several."""
+    values = [value for name, value in metadata or () if name == "authorization"]
+    return values[0] if len(values) == 1 and isinstance(values[0], str) else ""
+
+
 @contextlib.asynccontextmanager
-async def _answering(context: Context, settings: FrontSettings) -> AsyncIterator[None]:
-    """The key before, and one status for whatever goes wrong inside."""
+async def _answering(context: Context) -> AsyncIterator[None]:
+    """One status for whatever goes wrong inside."""
     try:
-        _check_key(context, settings)
         yield
     except RequestFailed as error:
         code = getattr(grpc.StatusCode, error.grpc)
@@ -210,16 +273,6 @@ async def _answering(context: Context, settings: FrontSettings) -> AsyncIterator
     except Exception:
         logger.exception("unexpected error in a gRPC call")
         await context.abort(grpc.StatusCode.INTERNAL, "the server failed; its log says more")
-
-
-def _check_key(context: Context, settings: FrontSettings) -> None:
-    if not settings.api_keys:
-        return
-    scheme, _, given = _all_metadata(context).get("authorization", "").partition(" ")
-    key = given.strip().encode()
-    matches = [hmac.compare_digest(key, known.encode()) for known in settings.api_keys]
-    if scheme.lower() != "bearer" or not any(matches):
-        raise Unauthenticated("a valid API key is needed: metadata authorization, Bearer KEY")
 
 
 def _retry_metadata(error: RequestFailed) -> tuple[tuple[str, str], ...]:

@@ -7,16 +7,18 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from serving.api.fields import Fields, as_text, wrong
 from serving.api.options import MAX_LOGPROBS, MAX_TOKENS, Options, read_options, token_ids
 from serving.api.settings import FrontSettings
-from serving.errors import BadRequest, ModelNotFound, PromptTooLong
+from serving.auth import ANYBODY, ApiKey
+from serving.errors import BadRequest, ModelNotFound, NotFound, PromptTooLong
 from serving.gateway import Gateway, Limits
-from serving.generation import Generation
+from serving.generation import Delta, Generation
 from serving.tokenizer import TemplateFailed
 
 logger = logging.getLogger(__name__)
@@ -40,10 +42,11 @@ class Ask:
     return_token_ids: bool = False
     echo: tuple[str, ...] = ()  # the prompts as text, when they are wanted back
     num_top: int = 0
+    caller: ApiKey = ANYBODY
 
 
 class Intake:
-    """Checks requests against what this gateway serves."""
+    """Checks requests against what this gateway serves and what their key may use."""
 
     def __init__(self, gateway: Gateway, settings: FrontSettings) -> None:
         self.gateway = gateway
@@ -51,7 +54,12 @@ class Intake:
         self._tokenizer = gateway.tokenizer
 
     async def completion(
-        self, body: Any, *, headers: Mapping[str, str] | None = None, request_id: str = ""
+        self,
+        body: Any,
+        *,
+        caller: ApiKey = ANYBODY,
+        headers: Mapping[str, str] | None = None,
+        request_id: str = "",
     ) -> Ask:
         """Continue one or more prompts."""
         fields = _fields(body)
@@ -76,11 +84,25 @@ class Intake:
             raise wrong("best_of", "must equal n")
         return_token_ids = fields.flag("return_token_ids")
         names = _names("cmpl", request_id)
-        generation = self._generation(fields, names, prompts, options, arrived_at)
-        return Ask(generation, False, stream, include_usage, return_token_ids, texts, logprobs or 0)
+        generation = self._generation(fields, names, prompts, options, arrived_at, caller)
+        return Ask(
+            generation,
+            is_chat=False,
+            stream=stream,
+            include_usage=include_usage,
+            return_token_ids=return_token_ids,
+            echo=texts,
+            num_top=logprobs or 0,
+            caller=caller,
+        )
 
     async def chat(
-        self, body: Any, *, headers: Mapping[str, str] | None = None, request_id: str = ""
+        self,
+        body: Any,
+        *,
+        caller: ApiKey = ANYBODY,
+        headers: Mapping[str, str] | None = None,
+        request_id: str = "",
     ) -> Ask:
         """Answer a conversation."""
         fields = _fields(body)
@@ -93,6 +115,7 @@ class Intake:
         if top is not None and not wants_logprobs:
             raise wrong("top_logprobs", "needs logprobs: true")
         logprobs = (top or 0) if wants_logprobs else None
+        _refuse_templates(fields)
         _refuse_tools(fields)
         messages = self._messages(fields.raw("messages"))
         prompt = await self.render(messages)
@@ -104,8 +127,34 @@ class Intake:
         options = self._options(fields, headers, max_tokens, logprobs)
         return_token_ids = fields.flag("return_token_ids")
         names = _names("chatcmpl", request_id)
-        generation = self._generation(fields, names, (prompt,), options, arrived_at)
-        return Ask(generation, True, stream, include_usage, return_token_ids, (), logprobs or 0)
+        generation = self._generation(fields, names, (prompt,), options, arrived_at, caller)
+        return Ask(
+            generation,
+            is_chat=True,
+            stream=stream,
+            include_usage=include_usage,
+            return_token_ids=return_token_ids,
+            num_top=logprobs or 0,
+            caller=caller,
+        )
+
+    async def answer(self, ask: Ask) -> AsyncGenerator[Delta, None]:
+        """What the gateway generates, counted against the caller's limit. Use ``aclosing``."""
+        async with aclosing(self.gateway.generate(ask.generation)) as deltas:
+            async for delta in deltas:
+                self.settings.keys.charge(ask.caller, len(delta.token_ids), self.gateway.clock())
+                yield delta
+
+    def abort(self, request_id: str, caller: ApiKey = ANYBODY) -> None:
+        """Idempotent; other tenants' requests are unknown ones."""
+        self.gateway.abort(request_id, caller.tenant)
+
+    async def explain(self, request_id: str, caller: ApiKey = ANYBODY) -> dict[str, Any]:
+        """Raises NotFound, for other tenants' requests too."""
+        explanation = await self.gateway.explain(request_id, caller.tenant)
+        if explanation is None:
+            raise NotFound(f"no request {request_id[:128]!r} is running or recent here")
+        return explanation
 
     async def tokenize(self, body: Any) -> tuple[int, ...]:
         """Text, or a conversation as the chat template renders it, to token ids."""
@@ -166,6 +215,7 @@ class Intake:
                 self._check_length(text, "prompt")
                 one = await self.encode(text, add_special_tokens=True)
             elif isinstance(item, Sequence):
+                self._check_prompt(item, "prompt", self.gateway.limits())  # before looking at each
                 one = token_ids(item, self._tokenizer.vocab_size, "prompt")
                 text = self._tokenizer.decode(one, skip_special_tokens=False) if echo else ""
             else:
@@ -263,10 +313,13 @@ class Intake:
         prompts: tuple[tuple[int, ...], ...],
         options: Options,
         arrived_at: float,
+        caller: ApiKey,
     ) -> Generation:
         if len(prompts) * options.n > MAX_PROMPTS:
             raise wrong("n", f"times the number of prompts must be at most {MAX_PROMPTS}")
         self._count_unknown(fields)
+        self.settings.keys.admit(caller, sum(map(len, prompts)), self.gateway.clock())
+        salt = f"{caller.tenant}/{options.cache_salt}" if caller.tenant else options.cache_salt
         return Generation(
             id=names[0],
             key=names[1],
@@ -281,7 +334,8 @@ class Intake:
             pinned=options.pinned,
             slo=options.slo,
             priority=options.priority,
-            cache_salt=options.cache_salt,
+            cache_salt=salt,
+            tenant=caller.tenant,
         )
 
     def _count_unknown(self, fields: Fields) -> None:
@@ -332,6 +386,14 @@ def _content(content: Any, path: str) -> str:
             raise wrong(f"{where}.type", "must be text: this model reads nothing else")
         texts.append(as_text(part.get("text"), f"{where}.text"))
     return "".join(texts)
+
+
+def _refuse_templates(fields: Fields) -> None:
+    """A template is a program: it comes from the model's folder or not at all."""
+    if fields.raw("chat_template") is not None:
+        raise wrong("chat_template", "is never taken from a request")
+    if fields.raw("chat_template_kwargs"):
+        raise wrong("chat_template_kwargs", "is not offered: the model's template takes none here")
 
 
 def _refuse_tools(fields: Fields) -> None:

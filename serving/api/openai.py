@@ -5,7 +5,6 @@ client that leaves ends its request, streamed or not.
 """
 
 import asyncio
-import hmac
 import importlib.metadata
 import json
 import logging
@@ -24,9 +23,12 @@ from serving import metrics as prometheus
 from serving.api import render
 from serving.api.intake import Ask, Intake
 from serving.api.settings import FrontSettings
+from serving.auth import ANYBODY, ApiKey, Keyring
 from serving.errors import (
     BadRequest,
     BodyTooLarge,
+    BodyTooSlow,
+    HeadTooLarge,
     Internal,
     MethodNotAllowed,
     NotFound,
@@ -47,6 +49,11 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/-/healthz", "/-/routes"})
 ROUTES = {"/": "evenflow"}  # what KubeRay's probes want to read
+CALLER = "evenflow.caller"  # in a request's scope: whose key it came with
+KEY_NEEDED = "a valid API key is needed: Authorization: Bearer KEY"
+MAX_HEADERS, MAX_HEAD_BYTES = 100, 32 << 10
+MAX_JSON_NODES, MAX_JSON_ITEMS = 50_000, 1_000_000  # parsed JSON takes far more room than its text
+BODY_S = 30.0  # to receive a body
 HEADERS = ("x-evenflow-mode", "x-slo-ttft-ms", "x-slo-itl-ms", "x-evenflow-worker")
 
 
@@ -58,14 +65,14 @@ def build_app(gateway: Gateway, settings: FrontSettings) -> FastAPI:
     _add_tokens(app, intake)
     _add_models(app, intake)
     _add_probes(app, gateway)
-    _add_evenflow(app, gateway)
+    _add_evenflow(app, intake)
     if settings.debug:
         _add_debug(app, gateway)
     app.add_exception_handler(RequestFailed, _on_failure)
     app.add_exception_handler(HTTPException, _on_framework_error)
     app.add_exception_handler(Exception, _on_bug)
-    if settings.api_keys:
-        app.add_middleware(KeyCheck, keys=settings.api_keys)
+    app.add_middleware(KeyCheck, keys=settings.keys)
+    app.add_middleware(HeadLimit)
     return app
 
 
@@ -76,8 +83,13 @@ def _add_inference(app: FastAPI, intake: Intake) -> None:
     async def take(request: Request, check: Callable[..., Awaitable[Ask]]) -> Response:
         body = await _json_body(request, intake.settings.max_body_bytes)
         headers = {name: request.headers[name] for name in HEADERS if name in request.headers}
-        ask = await check(body, headers=headers, request_id=request.headers.get("x-request-id", ""))
-        return TokenResponse(intake.gateway, ask, intake.settings.model)
+        ask = await check(
+            body,
+            caller=request.scope[CALLER],
+            headers=headers,
+            request_id=request.headers.get("x-request-id", ""),
+        )
+        return TokenResponse(intake, ask)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -159,7 +171,9 @@ def _add_probes(app: FastAPI, gateway: Gateway) -> None:
         return JSONResponse(ROUTES)
 
 
-def _add_evenflow(app: FastAPI, gateway: Gateway) -> None:
+def _add_evenflow(app: FastAPI, intake: Intake) -> None:
+    gateway = intake.gateway
+
     @app.get("/v1/evenflow/status")
     async def status() -> Response:
         workers = [asdict(view) for view in gateway.pools.workers()]
@@ -167,11 +181,8 @@ def _add_evenflow(app: FastAPI, gateway: Gateway) -> None:
         return JSONResponse({**calls, "ready": gateway.is_ready, "workers": workers})
 
     @app.get("/v1/evenflow/requests/{request_id:path}")
-    async def explain(request_id: str) -> Response:
-        explanation = await gateway.explain(request_id)
-        if explanation is None:
-            raise NotFound(f"no request {request_id[:128]!r} is running or recent here")
-        return JSONResponse(explanation)
+    async def explain(request: Request, request_id: str) -> Response:
+        return JSONResponse(await intake.explain(request_id, request.scope[CALLER]))
 
 
 def _add_debug(app: FastAPI, gateway: Gateway) -> None:
@@ -191,9 +202,9 @@ def _add_debug(app: FastAPI, gateway: Gateway) -> None:
 class TokenResponse(Response):
     """Runs one generation and answers, as a stream or as one object."""
 
-    def __init__(self, gateway: Gateway, ask: Ask, model: str) -> None:
+    def __init__(self, intake: Intake, ask: Ask) -> None:
         super().__init__()
-        self._gateway, self._ask, self._model = gateway, ask, model
+        self._intake, self._ask, self._model = intake, ask, intake.settings.model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Whichever comes first: the answer is sent, or the client has left."""
@@ -210,7 +221,7 @@ class TokenResponse(Response):
             raise error
 
     async def _work(self, send: Send) -> None:
-        async with aclosing(self._gateway.generate(self._ask.generation)) as deltas:
+        async with aclosing(self._intake.answer(self._ask)) as deltas:
             if self._ask.stream:
                 await self._send_stream(deltas, send)
             else:
@@ -252,7 +263,8 @@ class TokenResponse(Response):
         )
 
     def _mode(self) -> str:
-        return self._gateway.mode(self._ask.generation.id)
+        generation = self._ask.generation
+        return self._intake.gateway.mode(generation.id, generation.tenant)
 
     def _reply_headers(self, mode: str) -> dict[str, str]:
         headers = {"x-request-id": self._ask.generation.id}
@@ -288,15 +300,22 @@ async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
 
 
 async def _json_body(request: Request, max_bytes: int) -> Any:
-    """The parsed body; reading stops at the limit, whatever Content-Length says."""
+    """The parsed body; reading stops at the limits, whatever Content-Length says."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         raise BodyTooLarge(f"the body has {declared} bytes; at most {max_bytes} are read")
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise BodyTooLarge(f"the body has more than {max_bytes} bytes")
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > max_bytes:
+                    raise BodyTooLarge(f"the body has more than {max_bytes} bytes")
+    except TimeoutError:
+        raise BodyTooSlow(f"the body did not arrive within {BODY_S:g} s") from None
+    num_nodes = body.count(b"[") + body.count(b"{")
+    if num_nodes > MAX_JSON_NODES or body.count(b",") > MAX_JSON_ITEMS:
+        raise BadRequest("the body holds too many values")
     try:
         return json.loads(bytes(body), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
@@ -311,24 +330,48 @@ def _refuse_constant(name: str) -> NoReturn:
 class KeyCheck:
     """Everything but the probes needs a key: what is not listed as open is closed."""
 
-    def __init__(self, app: App, keys: frozenset[str]) -> None:
+    def __init__(self, app: App, keys: Keyring) -> None:
         self._app = app
-        self._keys = [key.encode() for key in keys]
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] == "http" and scope["path"] in OPEN_PATHS
-        if scope["type"] == "lifespan" or is_open or self._knows(scope):
+        caller = ANYBODY if scope["type"] == "lifespan" or is_open else self._caller(scope)
+        if caller is not None:
+            scope[CALLER] = caller
             await self._app(scope, receive, send)
             return
-        error = Unauthenticated("a valid API key is needed: Authorization: Bearer KEY")
-        response = _error_response(error)
+        response = _error_response(Unauthenticated(KEY_NEEDED))
+        if scope.get("method") == "GET":
+            response.headers["www-authenticate"] = 'Basic realm="Evenflow", charset="UTF-8"'
         await response(scope, receive, send)
 
-    def _knows(self, scope: Scope) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, key = given.partition(b" ")
-        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
-        return scheme.lower() == b"bearer" and any(matches)
+    def _caller(self, scope: Scope) -> ApiKey | None:
+        """A browser may ask a person for the key, but only to look: a page elsewhere could make
+        it send more."""
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) > 1:
+            return None
+        is_look = scope.get("method") in ("GET", "HEAD")
+        return self._keys.find(b"".join(given).decode("latin-1"), basic=is_look)
+
+
+class HeadLimit:
+    """Many or long headers end here. What is still arriving, the server itself limits."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = scope.get("headers", ())
+        num_bytes = sum(len(name) + len(value) for name, value in headers)
+        if len(headers) <= MAX_HEADERS and num_bytes <= MAX_HEAD_BYTES:
+            await self._app(scope, receive, send)
+            return
+        error = HeadTooLarge(
+            f"at most {MAX_HEADERS} headers with {MAX_HEAD_BYTES} bytes together are read"
+        )
+        await _error_response(error)(scope, receive, send)
 
 
 # ---------------------------------------------------------------------------- errors out

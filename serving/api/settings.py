@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from serving.auth import Keyring
 from workers.core.request import SLO
 
 
@@ -15,4 +16,4 @@ class FrontSettings:
     max_n: int = 16
     slo: SLO = field(default_factory=SLO)
     debug: bool = False  # requests may pin their workers
-    api_keys: frozenset[str] = frozenset()  # empty: everybody may
+    keys: Keyring = field(default_factory=Keyring)  # an empty one: everybody may

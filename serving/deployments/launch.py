@@ -99,6 +99,12 @@ class Launch:
             reasons = [application.message, *(d.message for d in application.deployments.values())]
             raise LaunchError(f"Serve could not start it: {_cause(reasons)}")
 
+    @property
+    def is_running(self) -> bool:
+        """Whether Serve has brought up every replica."""
+        application = serve.status().applications.get(APP)
+        return application is not None and application.status is ApplicationStatus.RUNNING
+
     def stop(self, drain: bool = False) -> None:
         """End what was started here. ``drain`` lets running requests finish first."""
         if self._is_deployed and (drain or not self.is_ours):

@@ -18,7 +18,7 @@ from serving.api.grpc_server import GrpcServer
 from serving.api.settings import FrontSettings
 from serving.gateway import Gateway
 from tests.fakes import FakePools, Script, hashed, worker
-from tests.front import MODEL, TOKENIZER, says
+from tests.front import MODEL, TOKENIZER, keyring, says
 
 pytestmark = pytest.mark.cluster
 
@@ -187,7 +187,7 @@ async def test_abort_by_id_ends_the_stream_as_cancelled() -> None:
 
 async def test_a_key_is_asked_for_everywhere_but_health() -> None:
     """FAULTS 113."""
-    async with served(api_keys=frozenset({"secret"})) as s:
+    async with served(keys=keyring("secret")) as s:
         assert await s.code(s.generate()) is grpc.StatusCode.UNAUTHENTICATED
         for call in (
             s.inference.ListModels(pb.ListModelsRequest()),

@@ -9,14 +9,15 @@ from typing import Any
 
 import openai
 import pytest
-import uvicorn
 
 from serving.api.openai import build_app
 from serving.api.settings import FrontSettings
+from serving.config import TlsConfig
 from serving.gateway import Gateway
+from serving.http_server import HttpServer
 from serving.pools import Submission
 from tests.fakes import Event, FakePools, Script, hashed, worker
-from tests.front import MODEL, TOKENIZER, says
+from tests.front import MODEL, TOKENIZER, keyring, says
 from workers.core.output import Output
 
 pytestmark = pytest.mark.cluster
@@ -33,12 +34,6 @@ class Served:
     port: int
 
 
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Any:
-        yield
-
-
 @contextlib.asynccontextmanager
 async def served(
     script: Script, *, delay_s: float = 0.0, max_queue: int = 256, **settings: Any
@@ -46,13 +41,12 @@ async def served(
     pools = FakePools(worker("prefill-0"), worker("decode-0"), script=script, delay_s=delay_s)
     gateway = Gateway(pools, TOKENIZER, model=MODEL, max_queue=max_queue)
     app = build_app(gateway, FrontSettings(MODEL, **settings))
-    server = _Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+    server = HttpServer(app, TlsConfig())
     with socket.create_server(("127.0.0.1", 0)) as sock:
         task = asyncio.create_task(server.serve(sockets=[sock]))
         port = sock.getsockname()[1]
-        key = next(iter(settings.get("api_keys", ["none"])))
         client = openai.AsyncOpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="secret", max_retries=0
         )
         try:
             yield Served(pools, gateway, client, port)
@@ -123,7 +117,7 @@ async def test_errors_become_the_library_s_classes() -> None:
         body = {"model": MODEL, "messages": CHAT, **body}
         await s.client.chat.completions.create(**body)
 
-    async with served(says(TEXT), api_keys=frozenset({"secret"})) as s:
+    async with served(says(TEXT), keys=keyring("secret")) as s:
         with pytest.raises(openai.BadRequestError) as bad:
             await ask(s, temperature=9)
         assert bad.value.param == "temperature"

@@ -8,7 +8,17 @@ import pytest
 
 from serving.pools import Submission
 from tests.fakes import Event, FakePools, hashed, scripted, worker
-from tests.front import DISAGGREGATED, MODEL, TOKENIZER, chunks, deltas, events, front, says
+from tests.front import (
+    DISAGGREGATED,
+    MODEL,
+    TOKENIZER,
+    chunks,
+    deltas,
+    events,
+    front,
+    keyring,
+    says,
+)
 from tests.tokenizers import TEXTS
 from workers.core.output import Output
 
@@ -320,7 +330,7 @@ async def _endless() -> Any:
 
 async def test_a_key_guards_everything_but_the_probes() -> None:
     """FAULTS 107: deny by default."""
-    door = front(api_keys=frozenset({"secret", "other"}))
+    door = front(keys=keyring("secret", "other"))
     for path in ("/v1/models", "//v1/models", "/metrics", "/v1/evenflow/status", "/nothing", "/"):
         response = await door.http.get(path)
         assert response.status_code == 401
