@@ -63,6 +63,7 @@ class CollectiveTransport:
         device: str | torch.device,
         timeout_s: float,
         max_pairs: int = MAX_PAIRS,
+        token: str = "",
     ) -> None:
         self._records = pool.view(pool.shape[0], -1)  # [page, elements of one page]
         self._layout = layout
@@ -76,7 +77,7 @@ class CollectiveTransport:
         self._generations = itertools.count(1)
         self._lock = threading.Lock()
         self._is_closed = False
-        self._client = PagesClient(max_channels=2 * max_pairs)
+        self._client = PagesClient(max_channels=2 * max_pairs, token=token)
         self.endpoint = PageSource(
             pool,
             layout,

@@ -5,11 +5,12 @@ wait; the client is called from transfer threads, and each call has a deadline.
 """
 
 import asyncio
+import hmac
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import grpc
 
@@ -20,12 +21,43 @@ from protos import evenflow_pb2 as pb
 from protos import evenflow_pb2_grpc as rpc
 
 RELEASE_TIMEOUT_S = 1.0  # a lease that nobody could release expires by itself
+TOKEN = "x-evenflow-token"
+Context = grpc.aio.ServicerContext[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
+
+
+def credentials(token: str) -> tuple[tuple[str, str], ...]:
+    """The metadata by which processes of one deployment know each other."""
+    return ((TOKEN, token),)
+
+
+class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
+    """Calls without the deployment's token end before any handler sees them."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        given = dict(handler_call_details.invocation_metadata or ()).get(TOKEN, "")
+        value = given if isinstance(given, bytes) else given.encode()
+        if hmac.compare_digest(value, self._token):
+            return await continuation(handler_call_details)
+        return grpc.unary_unary_rpc_method_handler(_deny)
+
+
+async def _deny(request: bytes, context: Context) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "not of this deployment")
+    raise AssertionError("abort raises")
 
 
 class NoLease(TransferError):
@@ -37,7 +69,6 @@ class NoPair(TransferError):
 
 
 STATUS = {NoLease: grpc.StatusCode.NOT_FOUND, NoPair: grpc.StatusCode.ABORTED}
-Context = grpc.aio.ServicerContext[Any, Any]
 ERROR = {status: error for error, status in STATUS.items()}
 
 
@@ -95,7 +126,8 @@ def add_pages_service(server: grpc.aio.Server, endpoint: Endpoint) -> None:
 class PagesClient:
     """Calls to any number of sources. The channels used least recently are closed."""
 
-    def __init__(self, max_channels: int) -> None:
+    def __init__(self, max_channels: int, token: str = "") -> None:
+        self._metadata = credentials(token)
         self._max_channels = max_channels
         self._channels: OrderedDict[str, grpc.Channel] = OrderedDict()
         self._lock = threading.Lock()
@@ -118,7 +150,9 @@ class PagesClient:
     def release_soon(self, handle: KVHandle) -> None:
         """The same without waiting. The callback keeps the call alive: grpc cancels a call that
         nobody refers to."""
-        call = self._stub(handle.source).Release.future(_release(handle), timeout=RELEASE_TIMEOUT_S)
+        call = self._stub(handle.source).Release.future(
+            _release(handle), timeout=RELEASE_TIMEOUT_S, metadata=self._metadata
+        )
         call.add_done_callback(lambda _: None)
 
     def close(self) -> None:
@@ -131,7 +165,8 @@ class PagesClient:
     def _call(self, source: str, method: str, request: object, deadline: Deadline) -> pb.Message:
         timeout_s = deadline.left_s(method)
         try:
-            return getattr(self._stub(source), method)(request, timeout=timeout_s)
+            call = getattr(self._stub(source), method)
+            return call(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             kind = ERROR.get(error.code(), TransferError)
             raise kind(f"{source} {method}: {error.details()}") from None

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import grpc
 
+from kvtransfer.control import TokenCheck, credentials
 from protos import evenflow_pb2 as pb
 from protos import evenflow_pb2_grpc as rpc
 from serving import messages
@@ -123,8 +124,15 @@ class WorkerServer:
     ``start`` (with the engine), ``stop``. ``emit`` is the engine's: any thread, once bound.
     """
 
-    def __init__(self, *, debug: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        debug: bool = False,
+        token: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._debug = debug
+        self._check = TokenCheck(token)
         self._clock = clock
         self._gateways: set[_Attached] = set()
         self._owner: dict[str, _Attached] = {}  # until the engine's last word on the request
@@ -133,7 +141,7 @@ class WorkerServer:
     async def bind(self, host: str, port: int = 0) -> str:
         """Take a port; the address as others reach it. OSError when the port is taken."""
         self._loop = asyncio.get_running_loop()
-        self.server = grpc.aio.server(options=_SERVER_OPTIONS)
+        self.server = grpc.aio.server(interceptors=(self._check,), options=_SERVER_OPTIONS)
         try:
             bound = self.server.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:
@@ -278,7 +286,9 @@ class _Link:
         address: str,
         stall_timeout_s: float,
         on_change: Callable[[str], None],
+        token: str,
     ) -> None:
+        self._metadata = credentials(token)
         self.worker_id = worker_id
         self.address = address
         self._on_change = on_change
@@ -345,7 +355,9 @@ class _Link:
     async def ledger(self) -> KVLedger:
         if self._worker is None:
             raise WorkerLost(f"{self.worker_id} is not attached")
-        answer = await self._worker.GetKVLedger(pb.KVLedgerRequest(), timeout=CALL_TIMEOUT_S)
+        answer = await self._worker.GetKVLedger(
+            pb.KVLedgerRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata
+        )
         return messages.ledger_from_wire(answer)
 
     async def _run(self) -> None:
@@ -369,7 +381,7 @@ class _Link:
         self._commands = asyncio.Queue()
         async with grpc.aio.insecure_channel(self.address, options=_CLIENT_OPTIONS) as channel:
             worker = rpc.WorkerStub(channel)
-            call = worker.Attach(_drain(self._commands))
+            call = worker.Attach(_drain(self._commands), metadata=self._metadata)
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 hello = _expect(await call.read(), "hello").hello
             if hello.worker_id != self.worker_id:
@@ -428,8 +440,8 @@ def _reason(error: Exception) -> str:
 class ChannelPools:
     """``serving.pools.Pools`` over channels. Lives on one event loop; ``close`` ends its tasks."""
 
-    def __init__(self, *, stall_timeout_s: float = 60.0) -> None:
-        self._stall_timeout_s = stall_timeout_s
+    def __init__(self, *, stall_timeout_s: float = 60.0, token: str = "") -> None:
+        self._stall_timeout_s, self._token = stall_timeout_s, token
         self._links: dict[str, _Link] = {}
         self._retired: list[_Link] = []  # finish their streams
         self._listeners: list[Callable[[str], None]] = []
@@ -444,7 +456,7 @@ class ChannelPools:
         for worker_id, address in addresses.items():
             if worker_id not in self._links:
                 self._links[worker_id] = _Link(
-                    worker_id, address, self._stall_timeout_s, self._changed
+                    worker_id, address, self._stall_timeout_s, self._changed, self._token
                 )
 
     def workers(self) -> list[WorkerView]:

@@ -40,9 +40,9 @@ class PortTaken(OSError):
 class FrontDoor:
     """``start``, ``update`` with the workers as they come and go, ``stop``."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
+    def __init__(self, config: Config, folder: Path, token: str = "") -> None:
         self._config = config
-        self.pools = ChannelPools(stall_timeout_s=config.stall_timeout_s)
+        self.pools = ChannelPools(stall_timeout_s=config.stall_timeout_s, token=token)
         tokenizer = Tokenizer.load(folder)
         name = served_name(config)
         self.gateway = Gateway(self.pools, tokenizer, model=name, max_queue=config.max_queue)

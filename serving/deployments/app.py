@@ -5,6 +5,8 @@ never cross a Ray handle: the plain classes inside the replicas talk over their 
 """
 
 import asyncio
+import re
+import secrets
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from serving.config import ROLES, Config, Role
+from serving.config import ROLES, Config, ConfigError, Role
 from serving.deployments import membership
 from serving.front import FrontDoor
 from workers.weights import resolve
@@ -30,14 +32,14 @@ class WorkerReplica:
     """A ``WorkerProcess`` in a Serve replica."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: Config, role: Role, is_local: bool
+        self, config: Config, role: Role, is_local: bool, token: str
     ) -> None:
         from serving.deployments.worker import WorkerProcess  # torch, only where a model runs
 
         unique_id = serve.get_replica_context().replica_id.unique_id
         host = "127.0.0.1" if is_local else _node_ip()
         self._drain_s = config.drain_s
-        self._worker = WorkerProcess(config, f"{role}-{unique_id}", role, host)
+        self._worker = WorkerProcess(config, f"{role}-{unique_id}", role, host, token)
         await self._worker.start(await asyncio.to_thread(resolve, config.model))
 
     def record_replica_metadata(self) -> dict[str, Any]:
@@ -65,10 +67,11 @@ class GatewayReplica:
     """A ``FrontDoor`` in a Serve replica."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: Config, pools: dict[Role, DeploymentHandle[Any]]
+        self, config: Config, pools: dict[Role, DeploymentHandle[Any]], token: str
     ) -> None:
         self._drain_s = config.drain_s
-        self._front = FrontDoor(config, await asyncio.to_thread(resolve, config.model))
+        folder = await asyncio.to_thread(resolve, config.model)
+        self._front = FrontDoor(config, folder, token)
         await self._front.start(patience_s=START_TIMEOUT_S)
         loop = asyncio.get_running_loop()
 
@@ -91,19 +94,23 @@ class GatewayReplica:
 def build_app(config: Config, *, is_local: bool, num_gpus: float = 0.0) -> serve.Application:
     """``is_local``: everything runs on this machine, so nothing listens beyond loopback.
 
-    ``num_gpus`` is what one worker takes; 0 for a CPU.
+    ``num_gpus`` is what one worker takes; 0 for a CPU. Processes of one deployment know each other
+    by a token that is made here, or is kept in a file for deployments that replace each other.
     """
+    token = _token(config.cluster_token_file)
     actor: dict[str, Any] = {"num_cpus": 0, "resources": _here() if is_local else {}}
     worker = {**actor, "num_gpus": num_gpus}
     router = {"request_router_class": ROUTER}
     pools = {
         role: _deployment(WorkerReplica, role, config, worker)
         .options(num_replicas=config.count(role), request_router_config=router)
-        .bind(config, role, is_local)
+        .bind(config, role, is_local, token)
         for role in ROLES
         if config.count(role)
     }
-    app: serve.Application = _deployment(GatewayReplica, GATEWAY, config, actor).bind(config, pools)
+    app: serve.Application = _deployment(GatewayReplica, GATEWAY, config, actor).bind(
+        config, pools, token
+    )
     return app
 
 
@@ -121,6 +128,19 @@ def _deployment(
         ray_actor_options=actor,
     )
     return make(replica)
+
+
+def _token(path: str) -> str:
+    """ConfigError when the file has none worth the name."""
+    if not path:
+        return secrets.token_hex(32)
+    try:
+        token = Path(path).expanduser().read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cluster_token_file: {path}: {type(error).__name__}") from None
+    if not re.fullmatch(r"[!-~]{32,512}", token):
+        raise ConfigError(f"cluster_token_file: {path} must hold 32 to 512 printable characters")
+    return token
 
 
 def _here() -> dict[str, float]:

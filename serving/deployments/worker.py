@@ -29,12 +29,20 @@ POLL_S = 0.05
 class WorkerProcess:
     """``start``, then it serves until ``stop``. ``drain`` in between lets it finish."""
 
-    def __init__(self, config: Config, worker_id: str, role: Role, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        config: Config,
+        worker_id: str,
+        role: Role,
+        host: str = "127.0.0.1",
+        token: str = "",
+    ) -> None:
         self.config, self.worker_id, self.role, self.host = config, worker_id, role, host
         self.incarnation = uuid.uuid4().hex
         self.address = ""
         self._threads = config.threads or default_threads(config.num_workers)
-        self._server = WorkerServer(debug=config.debug)
+        self._server = WorkerServer(debug=config.debug, token=token)
+        self._token = token
 
     async def start(self, folder: Path) -> None:
         """Load the model in ``folder`` and listen. ModelError when it cannot be served."""
@@ -94,6 +102,7 @@ class WorkerProcess:
             incarnation=self.incarnation,
             device=device,
             timeout_s=config.transfer_timeout_s,
+            token=self._token,
         )
         add_pages_service(self._server.server, transport.endpoint)
         return Engine(

@@ -380,8 +380,12 @@ def listening(pids: set[int]) -> set[tuple[str, int]]:
             except OSError:
                 continue
     found = set()
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
+    lines = [
+        line
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    for fields in map(str.split, lines):
         if fields[3] == "0A" and fields[9] in inodes:
             found.add((LOCAL, int(fields[1].split(":")[1], 16)))
     return found

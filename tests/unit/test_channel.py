@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import grpc
 import pytest
 import torch
 
@@ -254,6 +255,29 @@ async def test_the_ledger_is_for_debugging_only() -> None:
     async with attached(worker) as pools:
         with pytest.raises(WorkerLost, match="debug is off"):
             await pools.ledger("a")
+
+
+async def test_only_processes_of_the_deployment_are_heard() -> None:
+    worker = WorkerUnderTest("a")
+    worker.server = WorkerServer(debug=True, token="ours")
+    address = await worker.start()
+    pools = {token: ChannelPools(token=token) for token in ("ours", "theirs", "")}
+    try:
+        for pool in pools.values():
+            pool.update({"a": address})
+        await until(lambda: bool(pools["ours"].workers()))
+        await asyncio.sleep(0.3)
+        assert not pools["theirs"].workers() and not pools[""].workers()
+        async with grpc.aio.insecure_channel(address) as channel:
+            for method in ("Worker/Attach", "Worker/GetKVLedger", "Pages/Open", "Nothing/None"):
+                for metadata in ((), (("x-evenflow-token", "OURS"),), (("x-evenflow-token", ""),)):
+                    with pytest.raises(grpc.aio.AioRpcError) as error:
+                        call = channel.unary_unary(f"/evenflow.v1.{method}")
+                        await call(b"", metadata=metadata, timeout=5)
+                    assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    finally:
+        await asyncio.gather(*(pool.close() for pool in pools.values()))
+        await worker.stop()
 
 
 async def test_a_taken_port_is_an_error_at_once() -> None:
