@@ -33,6 +33,9 @@ class Link:
         return self.fixed_s + num_bytes / self.bytes_per_s
 
 
+DEFAULT_LINK = Link()
+
+
 @dataclass(frozen=True, slots=True)
 class Coefficients:
     """A step is linear in its tokens, its attention and its decodes. The defaults resemble an 8B
@@ -43,7 +46,7 @@ class Coefficients:
     attention_s: float = 1.5e-9  # per prompt token and token of its context
     decode_s: float = 2e-5  # per decode
     context_s: float = 5e-8  # per token of a decode's context
-    link: Link = Link()
+    link: Link = DEFAULT_LINK
 
     def step_s(self, shape: BatchShape) -> float:
         return (
