@@ -35,6 +35,7 @@ from kvtransfer.staging import Staging
 from kvtransfer.transport import TransferError, check_room
 from protos import evenflow_pb2 as pb
 
+ALL = 0  # as the end of what is sent: whatever the lease has
 MAX_PAIRS = 16  # per direction; each costs two threads and five descriptors
 
 
@@ -100,10 +101,37 @@ class CollectiveTransport:
         mismatch = self._layout.mismatch(handle.layout)
         if mismatch is not None:
             raise TransferError(f"layouts differ in {mismatch}")
+        self._bring(handle, pages, skip, ALL, deadline)
+        self._client.release_soon(handle)
+
+    def fetch_early(
+        self, handle: KVHandle, pages: Sequence[int], timeout_s: float, skip: int = 0
+    ) -> None:
+        check_room(handle, pages, skip)
+        mismatch = self._layout.mismatch(handle.layout)
+        if mismatch is not None:
+            raise TransferError(f"layouts differ in {mismatch}")
+        have, is_complete = skip, False
+        while not is_complete:
+            ready = self._client.ready(handle, have, Deadline.after(timeout_s))
+            if ready.num_pages > handle.num_pages:
+                raise TransferError(f"{ready.num_pages} pages come, not {handle.num_pages}")
+            if ready.num_pages > have:
+                part = pages[have - skip : ready.num_pages - skip]
+                self._bring(handle, part, have, ready.num_pages, Deadline.after(timeout_s))
+            have, is_complete = max(have, ready.num_pages), ready.is_complete
+        if have != handle.num_pages:
+            raise TransferError(f"{have} pages came, {handle.num_pages} were promised")
+        self._client.release_soon(handle)
+
+    def _bring(
+        self, handle: KVHandle, pages: Sequence[int], first: int, stop: int, deadline: Deadline
+    ) -> None:
+        """Pages [first, stop) of the handle into ``pages``, checked."""
         with self._incoming(handle, deadline) as incoming:
             failure: str | None = None
             try:
-                self._receive(incoming, handle, pages, skip, deadline)
+                self._receive(incoming, handle, pages, first, stop, deadline)
             except NoLease:
                 raise  # nothing was sent: the pair is as good as before
             except Exception as error:  # whatever it was, the receiver can recompute
@@ -111,7 +139,6 @@ class CollectiveTransport:
             if failure is not None:  # here no frame holds on to the connection any more
                 self._drop(incoming)
                 raise TransferError(failure)
-            self._client.release_soon(handle)
 
     def renew(self, handle: KVHandle) -> bool:
         try:
@@ -141,10 +168,11 @@ class CollectiveTransport:
         incoming: _Incoming,
         handle: KVHandle,
         pages: Sequence[int],
-        skip: int,
+        first: int,
+        stop: int,
         deadline: Deadline,
     ) -> None:
-        pair, answer = self._announce(incoming, handle, skip, deadline)
+        pair, answer = self._announce(incoming, handle, (first, stop), deadline)
         if answer.num_pages != len(pages):  # Gloo would end the process
             raise TransferError(f"{answer.num_pages} pages come, {len(pages)} expected")
         with self._staging.lend() as memory:
@@ -161,19 +189,19 @@ class CollectiveTransport:
         pair.synchronize()
 
     def _announce(
-        self, incoming: _Incoming, handle: KVHandle, skip: int, deadline: Deadline
+        self, incoming: _Incoming, handle: KVHandle, part: tuple[int, int], deadline: Deadline
     ) -> tuple[Pair, pb.SendResponse]:
         """Agree with the source on what comes next over the pair; the bytes follow at once."""
         if incoming.pair is not None:
             try:
-                return incoming.pair, self._ask(incoming, handle, skip, deadline)
+                return incoming.pair, self._ask(incoming, handle, part, deadline)
             except NoPair:  # closed there to stay under its limit, or after its own failure
                 self._drop(incoming)
         pair = self._open(incoming, handle, deadline)
-        return pair, self._ask(incoming, handle, skip, deadline)
+        return pair, self._ask(incoming, handle, part, deadline)
 
     def _ask(
-        self, incoming: _Incoming, handle: KVHandle, skip: int, deadline: Deadline
+        self, incoming: _Incoming, handle: KVHandle, part: tuple[int, int], deadline: Deadline
     ) -> pb.SendResponse:
         request = pb.SendRequest(
             target=self._incarnation,
@@ -182,7 +210,8 @@ class CollectiveTransport:
             transfer=incoming.num_transfers,
             timeout_s=deadline.left_s("Send"),
             incarnation=handle.incarnation,
-            first_page=skip,
+            first_page=part[0],
+            stop_page=part[1],
         )
         incoming.num_transfers += 1
         return self._client.send(handle.source, request, deadline)

@@ -16,6 +16,7 @@ import grpc
 
 from kvtransfer.core.handle import KVHandle
 from kvtransfer.deadline import Deadline
+from kvtransfer.leases import Ready
 from kvtransfer.transport import TransferError
 from protos import evenflow_pb2 as pb
 from protos import evenflow_pb2_grpc as rpc
@@ -81,6 +82,10 @@ class Endpoint(Protocol):
 
     def send(self, request: pb.SendRequest) -> Future[pb.SendResponse]: ...
 
+    def ready(self, request_id: str, num_pages: int, incarnation: str) -> Future[Ready | None]:
+        """Done once more than ``num_pages`` of a promised request may be sent; see ``Leases``."""
+        ...
+
     def renew(self, request_ids: Sequence[str], incarnation: str) -> list[str]:
         """Returns the ids whose lease has ended."""
         ...
@@ -104,6 +109,19 @@ class _Pages(rpc.PagesServicer):  # type: ignore[misc]  # generated, untyped
             return await asyncio.wrap_future(self._endpoint.send(request))
         except TransferError as error:
             await _refuse(context, error)
+
+    async def Ready(self, request: pb.ReadyRequest, context: Context) -> pb.ReadyResponse:
+        name = request.request_id
+        try:
+            waiting = self._endpoint.ready(name, request.num_pages, request.incarnation)
+            ready = await asyncio.wait_for(asyncio.wrap_future(waiting), request.timeout_s)
+            if ready is None:
+                raise NoLease(f"no lease for {name}")
+        except TransferError as error:
+            await _refuse(context, error)
+        except TimeoutError:
+            await _refuse(context, TransferError(f"{name} makes no progress"))
+        return pb.ReadyResponse(num_pages=ready.num_pages, is_complete=ready.is_complete)
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
         return pb.RenewResponse(gone=self._endpoint.renew(request.request_ids, request.incarnation))
@@ -138,6 +156,15 @@ class PagesClient:
 
     def send(self, source: str, request: pb.SendRequest, deadline: Deadline) -> pb.SendResponse:
         return self._call(source, "Send", request, deadline)
+
+    def ready(self, handle: KVHandle, num_pages: int, deadline: Deadline) -> pb.ReadyResponse:
+        request = pb.ReadyRequest(
+            request_id=handle.request_id,
+            incarnation=handle.incarnation,
+            num_pages=num_pages,
+            timeout_s=deadline.left_s("Ready"),
+        )
+        return self._call(handle.source, "Ready", request, deadline)
 
     def renew(self, handle: KVHandle, deadline: Deadline) -> bool:
         request = pb.RenewRequest(request_ids=[handle.request_id], incarnation=handle.incarnation)

@@ -1,10 +1,21 @@
-"""The lease ledger of one worker, shared by its step loop and its transfer threads."""
+"""What one worker leases and promises, shared by its step loop and its transfer threads."""
 
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 from kvtransfer.core.ledger import LeaseLedger
+from kvtransfer.core.promises import Promises
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """How far the source is with a request's pages."""
+
+    num_pages: int  # may be fetched
+    is_complete: bool  # leased: there will be no more
 
 
 def _nothing() -> None:
@@ -12,7 +23,8 @@ def _nothing() -> None:
 
 
 class Leases:
-    """``LeaseLedger`` with a lock and a clock. Any thread may call it; no call waits long.
+    """``LeaseLedger`` and ``Promises`` with a lock and a clock. Any thread may call it; no call
+    waits long.
 
     ``on_free`` is called, outside the lock, when pages are there to ``take_free``: an idle engine
     sets it to whatever wakes its loop.
@@ -21,6 +33,8 @@ class Leases:
     def __init__(self, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.on_free: Callable[[], None] = _nothing
         self._ledger = LeaseLedger(lease_s)
+        self._promises = Promises()
+        self._waiting: dict[str, list[tuple[int, Future[Ready | None]]]] = {}
         self._clock = clock
         self._lock = threading.Lock()
 
@@ -31,6 +45,8 @@ class Leases:
     def grant(self, request_id: str, pages: list[int], num_tokens: int) -> None:
         with self._lock:
             self._ledger.grant(request_id, pages, num_tokens, self._clock())
+            self._promises.revoke(request_id)
+        self._tell(request_id)
 
     def renew(self, request_id: str) -> bool:
         with self._lock:
@@ -61,3 +77,59 @@ class Leases:
     def held(self) -> dict[str, int]:
         with self._lock:
             return self._ledger.held()
+
+    def promise(self, request_id: str, pages: list[int], num_ready: int) -> None:
+        """The request is still being computed: its first pages may be read already."""
+        with self._lock:
+            self._promises.make(request_id, pages, num_ready)
+        self._tell(request_id)
+
+    def revoke(self, request_id: str) -> None:
+        """Its pages are about to be used for something else. Idempotent."""
+        with self._lock:
+            self._promises.revoke(request_id)
+        self._tell(request_id)
+
+    def ready(self, request_id: str, num_pages: int) -> "Future[Ready | None]":
+        """Done once more than ``num_pages`` may be read, or all; with None when the request is not
+        promised or leased any more. Whoever stops waiting cancels it."""
+        future: Future[Ready | None] = Future()
+        with self._lock:
+            self._waiting.setdefault(request_id, []).append((num_pages, future))
+        self._tell(request_id)
+        return future
+
+    def peek(self, request_id: str, stop: int) -> tuple[int, ...] | None:
+        """The first ``stop`` promised pages, not pinned: see ``holds``."""
+        with self._lock:
+            return self._promises.ready(request_id, stop)
+
+    def holds(self, request_id: str, pages: tuple[int, ...]) -> bool:
+        """Whether what was read from ``peek``'s pages until now is what was promised."""
+        with self._lock:
+            return self._promises.holds(request_id, pages) or self._ledger.holds(
+                request_id, pages, self._clock()
+            )
+
+    def _tell(self, request_id: str) -> None:
+        """Answer those that wait for the request's pages. Futures are set outside the lock."""
+        with self._lock:
+            waiting = self._waiting.pop(request_id, None)
+            if waiting is None:
+                return
+            ready = self._progress(request_id)
+            is_over = ready is None or ready.is_complete
+            done = [w for w in waiting if is_over or (ready and ready.num_pages > w[0])]
+            left = [w for w in waiting if w not in done and not w[1].cancelled()]
+            if left:
+                self._waiting[request_id] = left
+        for _, future in done:
+            if future.set_running_or_notify_cancel():
+                future.set_result(ready)
+
+    def _progress(self, request_id: str) -> Ready | None:
+        num_ready = self._promises.num_ready(request_id)
+        if num_ready is not None:
+            return Ready(num_ready, False)
+        num_pages = self._ledger.num_pages(request_id, self._clock())
+        return None if num_pages is None else Ready(num_pages, True)

@@ -99,6 +99,38 @@ class LoopbackTransport:
             source.leases.end_send(handle.request_id, theirs)
         source.leases.release(handle.request_id)
 
+    def fetch_early(
+        self, handle: KVHandle, pages: Sequence[int], timeout_s: float, skip: int = 0
+    ) -> None:
+        check_room(handle, pages, skip)
+        leases, have, is_complete = self._source(handle).leases, skip, False
+        while not is_complete:
+            try:
+                ready = leases.ready(handle.request_id, have).result(timeout_s)
+            except TimeoutError:
+                raise TransferError(f"{handle.request_id} makes no progress") from None
+            if ready is None:
+                raise TransferError(f"{handle.request_id} is promised no longer")
+            is_complete = ready.is_complete
+            if not is_complete and ready.num_pages > have:
+                self._copy_promised(handle, pages, have - skip, ready.num_pages, skip)
+                have = ready.num_pages
+        self.fetch(handle, pages[have - skip :], timeout_s, have)
+
+    def _copy_promised(
+        self, handle: KVHandle, pages: Sequence[int], start: int, stop: int, skip: int
+    ) -> None:
+        source = self._source(handle)
+        theirs = source.leases.peek(handle.request_id, stop)
+        if theirs is None:
+            raise TransferError(f"{handle.request_id} is promised no longer")
+        with torch.inference_mode():
+            records = source.pool[list(theirs[skip + start :])]
+            if not source.leases.holds(handle.request_id, theirs):
+                raise TransferError(f"{handle.request_id} was revoked while it was copied")
+            ours = list(pages[start : stop - skip])
+            self._self.pool[ours] = records.to(self._self.pool.device)
+
     def renew(self, handle: KVHandle) -> bool:
         try:
             return self._network.find(handle).leases.renew(handle.request_id)

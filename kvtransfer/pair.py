@@ -32,6 +32,11 @@ class Pair:
         """Copies from and to staging belong in here, off the model's stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
+    def follow_model(self) -> None:
+        """What is copied next inside ``stream()`` sees what the model has been told to compute."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.default_stream(self._device))
+
     def send(self, buffer: Tensor, transfer: int, deadline: Deadline) -> None:
         """Returns when the receiver has taken all of it."""
         for piece in torch.split(buffer, PIECE_BYTES):

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvtransfer.control import NoLease, NoPair
 from kvtransfer.core.handle import KVLayout
 from kvtransfer.deadline import Deadline
-from kvtransfer.leases import Leases
+from kvtransfer.leases import Leases, Ready
 from kvtransfer.messages import layout_from_wire
 from kvtransfer.pair import Pair, checksum
 from kvtransfer.rendezvous import SOURCE_RANK, Rendezvous
@@ -147,6 +147,10 @@ class PageSource:
             self._pairs.move_to_end(request.target)
         return answer
 
+    def ready(self, request_id: str, num_pages: int, incarnation: str) -> Future[Ready | None]:
+        self._check_incarnation(incarnation)
+        return self._leases.ready(request_id, num_pages)
+
     def renew(self, request_ids: Sequence[str], incarnation: str) -> list[str]:
         is_ours = incarnation == self._incarnation
         return [name for name in request_ids if not (is_ours and self._leases.renew(name))]
@@ -202,20 +206,39 @@ class PageSource:
 
     def _load(self, pair: Pair, request: pb.SendRequest, memory: Memory) -> Cargo:
         """Copy the pages out: pinned meanwhile, and leased until the receiver has them."""
-        leased = self._leases.begin_send(request.request_id)
+        name, leased = request.request_id, self._leases.begin_send(request.request_id)
         if leased is None:
-            raise NoLease(f"no lease for {request.request_id}")
+            return self._load_early(pair, request, memory)
         try:
-            pages = leased[request.first_page :]
-            buffer = memory.first(len(pages) * self._layout.page_bytes)
-            index = torch.tensor(pages, device=self._device)
-            with torch.inference_mode(), pair.stream():
-                records = buffer.view(self._records.dtype).view(len(pages), -1)
-                torch.index_select(self._records, 0, index, out=records)
-            pair.synchronize()
+            buffer = self._copy(pair, leased[request.first_page : request.stop_page or None], memory)
         finally:
-            self._leases.end_send(request.request_id, leased)
-        return Cargo(buffer, len(pages), checksum(buffer))
+            self._leases.end_send(name, leased)
+        return self._cargo(buffer)
+
+    def _load_early(self, pair: Pair, request: pb.SendRequest, memory: Memory) -> Cargo:
+        """The same of pages that are not leased yet. Nothing pins them: what was copied counts only
+        when the promise stands afterwards."""
+        name = request.request_id
+        promised = self._leases.peek(name, request.stop_page) if request.stop_page else None
+        if promised is None:
+            raise NoLease(f"no lease for {name}")
+        pair.follow_model()
+        buffer = self._copy(pair, promised[request.first_page :], memory)
+        if not self._leases.holds(name, promised):
+            raise NoLease(f"{name} was revoked while it was copied")
+        return self._cargo(buffer)
+
+    def _copy(self, pair: Pair, pages: Sequence[int], memory: Memory) -> Tensor:
+        buffer = memory.first(len(pages) * self._layout.page_bytes)
+        index = torch.tensor(pages, device=self._device)
+        with torch.inference_mode(), pair.stream():
+            records = buffer.view(self._records.dtype).view(len(pages), -1)
+            torch.index_select(self._records, 0, index, out=records)
+        pair.synchronize()
+        return buffer
+
+    def _cargo(self, buffer: Tensor) -> Cargo:
+        return Cargo(buffer, buffer.numel() // self._layout.page_bytes, checksum(buffer))
 
     def _send(self, pair: Pair, buffer: Tensor, transfer: int, deadline: Deadline) -> None:
         pair.send(buffer, transfer, deadline)

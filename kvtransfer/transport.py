@@ -25,6 +25,13 @@ class Transport(Protocol):
         """
         ...
 
+    def fetch_early(
+        self, handle: KVHandle, pages: Sequence[int], timeout_s: float, skip: int = 0
+    ) -> None:
+        """As ``fetch``, of pages that the source is still computing: each is brought when it is
+        finished. ``timeout_s`` is for each wait and each transfer."""
+        ...
+
     def renew(self, handle: KVHandle) -> bool:
         """Keep the lease alive while the handle waits for room here. Blocks for a round trip.
 

@@ -671,6 +671,11 @@ class PagesStub:
                 request_serializer=protos_dot_evenflow__pb2.SendRequest.SerializeToString,
                 response_deserializer=protos_dot_evenflow__pb2.SendResponse.FromString,
                 _registered_method=True)
+        self.Ready = channel.unary_unary(
+                '/evenflow.v1.Pages/Ready',
+                request_serializer=protos_dot_evenflow__pb2.ReadyRequest.SerializeToString,
+                response_deserializer=protos_dot_evenflow__pb2.ReadyResponse.FromString,
+                _registered_method=True)
         self.Renew = channel.unary_unary(
                 '/evenflow.v1.Pages/Renew',
                 request_serializer=protos_dot_evenflow__pb2.RenewRequest.SerializeToString,
@@ -703,6 +708,13 @@ class PagesServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Ready(self, request, context):
+        """Wait until more pages of a request that is still computed may be sent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Renew(self, request, context):
         """Keep leases alive while their receiver queues them.
         """
@@ -729,6 +741,11 @@ def add_PagesServicer_to_server(servicer, server):
                     servicer.Send,
                     request_deserializer=protos_dot_evenflow__pb2.SendRequest.FromString,
                     response_serializer=protos_dot_evenflow__pb2.SendResponse.SerializeToString,
+            ),
+            'Ready': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ready,
+                    request_deserializer=protos_dot_evenflow__pb2.ReadyRequest.FromString,
+                    response_serializer=protos_dot_evenflow__pb2.ReadyResponse.SerializeToString,
             ),
             'Renew': grpc.unary_unary_rpc_method_handler(
                     servicer.Renew,
@@ -797,6 +814,33 @@ class Pages:
             '/evenflow.v1.Pages/Send',
             protos_dot_evenflow__pb2.SendRequest.SerializeToString,
             protos_dot_evenflow__pb2.SendResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Ready(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/evenflow.v1.Pages/Ready',
+            protos_dot_evenflow__pb2.ReadyRequest.SerializeToString,
+            protos_dot_evenflow__pb2.ReadyResponse.FromString,
             options,
             channel_credentials,
             insecure,

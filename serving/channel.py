@@ -136,6 +136,7 @@ class WorkerServer:
         self._clock = clock
         self._gateways: set[_Attached] = set()
         self._owner: dict[str, _Attached] = {}  # until the engine's last word on the request
+        self._early: dict[str, _Attached] = {}  # of early ones nothing is told
         self._heart: asyncio.Task[None] | None = None
 
     async def bind(self, host: str, port: int = 0) -> str:
@@ -194,8 +195,10 @@ class WorkerServer:
         finally:
             self._gateways.discard(gateway)
             reader.cancel()
-            for request_id in [i for i, owner in self._owner.items() if owner is gateway]:
-                self._engine.abort(request_id)
+            for owners in (self._owner, self._early):
+                for request_id in [i for i, owner in owners.items() if owner is gateway]:
+                    self._engine.abort(request_id)
+            self._early = {i: owner for i, owner in self._early.items() if owner is not gateway}
 
     async def GetKVLedger(
         self,
@@ -212,6 +215,7 @@ class WorkerServer:
                 case "submit":
                     self._submit(command.submit, gateway)
                 case "abort":
+                    self._early.pop(command.abort, None)
                     self._engine.abort(command.abort)
                 case "hand_off":
                     self._engine.hand_off(command.hand_off)
@@ -230,7 +234,11 @@ class WorkerServer:
         error = None
         if request_id in self._owner:
             error = "a request of this id is still running"
+        elif message.early:
+            self._early[request_id] = gateway
+            self._engine.submit(messages.sequence_from_wire(message, self._clock()))
         else:
+            self._early.pop(request_id, None)
             self._owner[request_id] = gateway
             try:
                 self._engine.submit(messages.sequence_from_wire(message, self._clock()))
@@ -480,6 +488,10 @@ class ChannelPools:
 
     def abort(self, worker_id: str, request_id: str) -> None:
         self._tell(worker_id, pb.Command(abort=request_id))
+
+    def reserve(self, worker_id: str, submission: Submission) -> None:
+        submit = messages.submission_to_wire(submission, time.monotonic())
+        self._tell(worker_id, pb.Command(submit=submit))
 
     def hand_off(self, worker_id: str, request_id: str) -> None:
         self._tell(worker_id, pb.Command(hand_off=request_id))

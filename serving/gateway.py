@@ -59,13 +59,23 @@ class _Seq:
     trace: Trace = field(default_factory=Trace)
     output: list[int] = field(default_factory=list)
     handle: KVHandle | None = None
-    touched: list[str] = field(default_factory=list)  # workers to abort when it ends
+    touched: list[tuple[str, str]] = field(default_factory=list)  # (worker, id there) to abort
     lost: list[str] = field(default_factory=list)
     at: str = ""  # the worker that it runs on now
     target: str = ""  # the worker that it has been told to move to
     first_at: float = 0.0
     last_at: float = 0.0
     is_answered: bool = False  # has a token, or is over: no longer waiting
+    num_hops: int = 0
+    key: str = ""  # its name on the first worker
+
+    def __post_init__(self) -> None:
+        self.key = self.request.id
+
+    def rename(self) -> None:
+        """For the next worker. What is late from or for an earlier one then finds no other."""
+        self.num_hops += 1
+        self.request = replace(self.request, id=f"{self.key}~{self.num_hops}")
 
     def submission(self, hand_off: bool) -> Submission:
         handle, self.handle = self.handle, None
@@ -174,7 +184,10 @@ class Gateway:
                 while True:
                     async with aclosing(self._run(worker, seq, hand_off)) as outputs:
                         async for output in outputs:
-                            yield output
+                            if output.promise is not None:
+                                self._reserve(seq, decision, output.promise)
+                            else:
+                                yield output
                     if seq.handle is None:
                         return
                     if hand_off and self.moves.takes_new(decision.decode):
@@ -190,8 +203,9 @@ class Gateway:
         view = self._view(worker)
         tokens = 0 if seq.handle else len(seq.request.prompt) + len(seq.output)
         self._in_flight.add(worker, seq.request.id, tokens, view.load, self.clock())
-        if worker not in seq.touched:
-            seq.touched.append(worker)
+        held = (worker, seq.request.id)
+        if held not in seq.touched:
+            seq.touched.append(held)
         seq.at = worker
         if seq.trace.workers[-1:] != [worker]:
             seq.trace.workers.append(worker)
@@ -204,11 +218,18 @@ class Gateway:
                         _note_timing(seq.trace, timing, output.timing)
                         timing = output.timing
                     seq.handle = output.handle
-                    if output.finish_reason is not None and worker in seq.touched:
-                        seq.touched.remove(worker)  # nothing of it is left there
+                    if output.finish_reason is not None and held in seq.touched:
+                        seq.touched.remove(held)  # nothing of it is left there
                     yield output
         finally:
             self._in_flight.remove(worker, seq.request.id)
+
+    def _reserve(self, seq: _Seq, decision: RouteDecision, promise: KVHandle) -> None:
+        """The decode worker may fetch pages while the prefill worker computes the rest."""
+        if decision.is_split and self.moves.takes_new(decision.decode):
+            seq.touched.append((decision.decode, seq.request.id))
+            early = Submission(seq.request, tuple(seq.output), handle=promise, early=True)
+            self.pools.reserve(decision.decode, early)
 
     # ------------------------------------------------------------------ its turns
 
@@ -263,9 +284,11 @@ class Gateway:
         home = self.moves.home(seq, (source, *seq.lost))
         if home is not None:
             seq.trace.num_moves += 1
+            seq.rename()
             return home
         self._let_go(seq)
         seq.handle = None
+        seq.rename()
         seq.trace.fallback = "it was moved with nowhere to go"
         self.metrics.fell_back("move")
         return source
@@ -307,6 +330,7 @@ class Gateway:
         self._let_go(seq)
         seq.handle = None
         seq.lost.append(worker)
+        seq.rename()
         seq.trace.fallback = f"{worker} was lost after {len(seq.output)} tokens; replayed"
         self.metrics.fell_back("worker lost")
         if len(seq.lost) >= MAX_ATTEMPTS:
@@ -322,8 +346,8 @@ class Gateway:
 
     def _let_go(self, seq: _Seq) -> None:
         """Tell every worker that may hold pages of it, a receiver before its source. Idempotent."""
-        for worker in reversed(seq.touched):
-            self.pools.abort(worker, seq.request.id)
+        for worker, request_id in reversed(seq.touched):
+            self.pools.abort(worker, request_id)
         seq.touched.clear()
 
     def _final(self, call: _Call) -> Final:

@@ -42,6 +42,7 @@ def submission_to_wire(submission: Submission, now: float) -> pb.Submit:
         priority=request.priority,
         cache_salt=request.cache_salt,
         hand_off=submission.hand_off,
+        early=submission.early,
         handle=None if submission.handle is None else handle_to_wire(submission.handle),
     )
 
@@ -60,6 +61,7 @@ def sequence_from_wire(message: pb.Submit, now: float) -> Sequence:
     return Sequence(
         request,
         hand_off=message.hand_off,
+        is_early=message.early,
         handle=handle_from_wire(message.handle) if message.HasField("handle") else None,
         output=list(message.output),
     )
@@ -99,6 +101,8 @@ def output_to_wire(output: Output) -> pb.Output:
             message.top_logprobs.append(logprob)
     if output.handle is not None:
         message.handle.CopyFrom(handle_to_wire(output.handle))
+    if output.promise is not None:
+        message.promise.CopyFrom(handle_to_wire(output.promise))
     if output.timing is not None:
         timing = output.timing
         message.timing.queue_s = timing.queue_s
@@ -120,6 +124,7 @@ def output_from_wire(message: pb.Output) -> Output:
         token=token,
         finish_reason=message.finish_reason or None,
         handle=handle_from_wire(message.handle) if message.HasField("handle") else None,
+        promise=handle_from_wire(message.promise) if message.HasField("promise") else None,
         error=message.error or None,
         fallback=message.fallback or None,
         timing=_timing_from_wire(message.timing) if message.HasField("timing") else None,

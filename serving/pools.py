@@ -39,6 +39,7 @@ class Submission:
     output: tuple[int, ...] = ()  # tokens already delivered to the client
     hand_off: bool = False  # stop after the next token and lease the pages
     handle: KVHandle | None = None  # where the KV of prompt + output is leased
+    early: bool = False  # or promised: reserve room and fetch, the next token is still computed
 
 
 class Pools(Protocol):
@@ -58,6 +59,11 @@ class Pools(Protocol):
 
     def abort(self, worker_id: str, request_id: str) -> None:
         """Fire and forget, idempotent, never raises; also lets go of a lease held under the id."""
+        ...
+
+    def reserve(self, worker_id: str, submission: Submission) -> None:
+        """An early submission: the same request is submitted there later, with one more token, or
+        aborted. As ``abort`` otherwise; the worker may have no room and forget it."""
         ...
 
     def hand_off(self, worker_id: str, request_id: str) -> None:

@@ -54,6 +54,7 @@ class FakePools:
         self.script = script or hashed()
         self.delay_s = delay_s
         self.submissions: list[tuple[str, Submission]] = []
+        self.reserved: list[tuple[str, Submission]] = []
         self.aborts: list[tuple[str, str]] = []
         self.held: set[tuple[str, str]] = set()  # (worker, request id): running or leased
         self.leaving: set[tuple[str, str]] = set()  # (worker, request id): told to hand off
@@ -78,6 +79,9 @@ class FakePools:
     def abort(self, worker_id: str, request_id: str) -> None:
         self.aborts.append((worker_id, request_id))
         self.held.discard((worker_id, request_id))
+
+    def reserve(self, worker_id: str, submission: Submission) -> None:
+        self.reserved.append((worker_id, submission))
 
     def hand_off(self, worker_id: str, request_id: str) -> None:
         self.leaving.add((worker_id, request_id))
@@ -108,7 +112,7 @@ class FakePools:
         held = (worker_id, request.id)
         self.held.add(held)
         if submission.handle is not None:  # fetched: the source lets go
-            self.held.discard((submission.handle.source, request.id))
+            self.held.discard((submission.handle.source, submission.handle.request_id))
         while True:
             await asyncio.sleep(self.delay_s)
             if held not in self.held:

@@ -34,6 +34,7 @@ class Pair:
         prefix_caching: bool = True,
     ) -> None:
         self.outputs: queue.SimpleQueue[tuple[str, Output]] = queue.SimpleQueue()
+        self.num_early = 0
         network = LoopbackNetwork()
         layout = model.config.kv_layout(page_size, DTYPE_NAMES[str(model.dtype)])
         self.engines: dict[str, Engine] = {}
@@ -55,9 +56,15 @@ class Pair:
             self.outputs.put((name, output))
 
     def generate(
-        self, requests: Seq[Request], *, disaggregated: bool, timeout_s: float = 300.0
+        self,
+        requests: Seq[Request],
+        *,
+        disaggregated: bool,
+        early: bool = False,
+        timeout_s: float = 300.0,
     ) -> dict[str, list[int]]:
-        """Run all of them at once; the tokens of each."""
+        """Run all of them at once; the tokens of each. ``early``: pages move while they are
+        computed."""
         tokens: dict[str, list[int]] = {req.id: [] for req in requests}
         by_id = {req.id: req for req in requests}
         for req in requests:
@@ -69,6 +76,10 @@ class Pair:
             assert output.error is None and output.fallback is None, output
             if output.token is not None:
                 tokens[output.request_id].append(output.token.id)
+            if output.promise is not None and early:
+                seq = Sequence(by_id[output.request_id], handle=output.promise, is_early=True)
+                self.engines["d"].submit(seq)
+                self.num_early += 1
             if output.handle is not None:
                 req = by_id[output.request_id]
                 seq = Sequence(req, output=list(tokens[req.id]), handle=output.handle)

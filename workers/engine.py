@@ -18,12 +18,13 @@ from kvtransfer.leases import Leases
 from kvtransfer.transport import TransferError, Transport
 from workers.core.output import KVLedger, Load, Output, Report, Timing, Token
 from workers.core.plan import Chunk, StepPlan
-from workers.core.request import Sequence
+from workers.core.request import Phase, Sequence
 from workers.core.scheduler import Departure, DoesNotFit, Scheduler
 
 logger = logging.getLogger(__name__)
 
 IDLE_S = 0.25  # how long an idle loop sleeps before it sweeps leases
+MAX_EARLY = 16  # fetches at a time of pages that are still being computed
 MAX_FAILED_STEPS = 3  # in a row; then the worker says it is not healthy
 
 
@@ -95,6 +96,8 @@ class Engine:
         self._clocks: dict[str, Clocked] = {}
         self._outputs: list[Output] = []
         self._fetchers = ThreadPoolExecutor(4, thread_name_prefix="kv-fetch")
+        self._early = ThreadPoolExecutor(MAX_EARLY, thread_name_prefix="kv-early")
+        self._num_early = 0
         self._notes = ThreadPoolExecutor(1, thread_name_prefix="kv-notes")  # renew and release
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
@@ -116,12 +119,14 @@ class Engine:
         self._inbox.put(self._stop)
         self._thread.join(timeout_s)
         self._fetchers.shutdown(wait=False, cancel_futures=True)
+        self._early.shutdown(wait=False, cancel_futures=True)
         self._notes.shutdown(wait=False, cancel_futures=True)
         if self._transport is not None:
             self._transport.close()
 
     def submit(self, seq: Sequence) -> None:
-        """Queue a sequence; whatever becomes of it is an Output."""
+        """Queue a sequence; whatever becomes of it is an Output. Of an early one nothing is told:
+        it takes its pages now, or is forgotten, and is submitted again with its token."""
         now = self._clock()
         self._tell(lambda: self._submit(seq, now))
 
@@ -170,6 +175,8 @@ class Engine:
         self._sweep_leases()
         self._renew_leases()
         plan = self._scheduler.plan()
+        for seq in plan.preempted:
+            self._leases.revoke(seq.id)
         self._note_planned(plan)
         for seq in plan.fetches:
             self._fetchers.submit(self._fetch, seq)
@@ -202,12 +209,24 @@ class Engine:
         self._failed_steps = 0
         self._drop_bad_tokens(chunks, tokens)
         departures = self._scheduler.commit(plan, {id: token.id for id, token in tokens.items()})
+        self._promise(plan)
         now = self._clock()
         self._steps, self._step_s = self._steps + 1, now - start
         self._prompt_tokens += sum(chunk.length for chunk in plan.prefills)
         self._emit_tokens(
             chunks, tokens, {departure.seq.id: departure for departure in departures}, now
         )
+
+    def _promise(self, plan: StepPlan) -> None:
+        """Let receivers fetch what is finished of prompts that will be handed off."""
+        page_size = self._scheduler.pool.page_size
+        for seq, start, _ in plan.prefills:
+            if seq.phase is not Phase.PREFILL or not seq.hand_off:
+                continue
+            if start == seq.num_cached and seq.max_output - len(seq.output) > 1:
+                promise = self._handle(seq, seq.num_tokens)
+                self._outputs.append(Output(seq.id, promise=promise))
+            self._leases.promise(seq.id, seq.pages, seq.num_computed // page_size)
 
     def _drop_bad_tokens(self, chunks: tuple[Chunk, ...], tokens: dict[str, Token]) -> None:
         """An id outside the vocabulary would take the whole batch down at the next step."""
@@ -257,9 +276,13 @@ class Engine:
 
     def _lease(self, seq: Sequence, pages: list[int]) -> KVHandle:
         self._leases.grant(seq.id, pages, seq.num_computed)
+        return self._handle(seq, seq.num_computed)
+
+    def _handle(self, seq: Sequence, num_tokens: int) -> KVHandle:
         source = self._source
+        num_pages = self._scheduler.pool.pages_for(num_tokens)
         return KVHandle(
-            seq.id, source.address, source.incarnation, seq.num_computed, len(pages), source.layout
+            seq.id, source.address, source.incarnation, num_tokens, num_pages, source.layout
         )
 
     def _note_planned(self, plan: StepPlan) -> None:
@@ -289,6 +312,11 @@ class Engine:
         self._inbox.put(lambda: None)
 
     def _submit(self, seq: Sequence, now: float) -> None:
+        if seq.is_early:
+            self._reserve(seq, now)
+            return
+        if seq.handle is not None and seq.output and self._confirm(seq, now):
+            return
         try:
             self._scheduler.submit(seq)
         except (DoesNotFit, ValueError) as error:
@@ -296,6 +324,23 @@ class Engine:
             self._release_handle(seq)
             return
         self._clocks[seq.id] = Clocked(now)
+
+    def _reserve(self, seq: Sequence, now: float) -> None:
+        has_thread = self._transport is not None and self._num_early < MAX_EARLY
+        if seq.handle is not None and has_thread and self._scheduler.reserve(seq):
+            self._clocks[seq.id] = Clocked(now, planned=now)
+            self._num_early += 1
+            self._early.submit(self._fetch, seq)
+
+    def _confirm(self, seq: Sequence, now: float) -> bool:
+        """Whether an early sequence of this id is here, and goes on with its newest token."""
+        early = self._scheduler.confirm(seq.id, seq.output[-1], seq.hand_off)
+        if early is not None:
+            clocked = self._clocks[seq.id]
+            clocked.submitted = clocked.planned = now
+            clocked.fetched = now if early.phase is Phase.DECODE else 0.0
+            self._cached_tokens += early.num_cached
+        return early is not None
 
     def _abort(self, request_id: str) -> None:
         seq = self._scheduler.abort(request_id)
@@ -314,6 +359,7 @@ class Engine:
             self._forget(seq.id)
 
     def _forget(self, request_id: str) -> None:
+        self._leases.revoke(request_id)
         self._clocks.pop(request_id, None)
         self._executor.forget(request_id)
 
@@ -322,18 +368,24 @@ class Engine:
     def _fetch(self, seq: Sequence) -> None:
         """On a fetcher's thread: bring the pages, then tell the loop."""
         assert seq.handle is not None, "only a sequence with a handle is fetched"
+        is_early = seq.is_early
         failure: str | None = None
         try:
             if self._transport is None:
                 raise TransferError("this worker has no transport")
             skip = seq.num_cached // self._scheduler.pool.page_size  # already here
             pages = seq.pages[skip : seq.handle.num_pages]
-            self._transport.fetch(seq.handle, pages, self._transfer_timeout_s, skip)
+            fetch = self._transport.fetch_early if is_early else self._transport.fetch
+            fetch(seq.handle, pages, self._transfer_timeout_s, skip)
         except Exception as error:  # any failure becomes a recompute, never a lost request
             failure = f"{type(error).__name__}: {error}"
-        self._inbox.put(lambda: self._fetch_ended(seq, failure))
+        self._inbox.put(lambda: self._fetch_ended(seq, failure, is_early))
 
-    def _fetch_ended(self, seq: Sequence, failure: str | None) -> None:
+    def _fetch_ended(self, seq: Sequence, failure: str | None, was_early: bool) -> None:
+        self._num_early -= was_early
+        if seq.is_early:
+            self._early_ended(seq, failure)
+            return
         if failure is not None:
             logger.warning("%s: KV is recomputed here, the transfer failed: %s", seq.id, failure)
             self._release_handle(seq)
@@ -341,6 +393,12 @@ class Engine:
             clocked = self._clocks[seq.id]
             clocked.fallback = failure
             clocked.fetched = 0.0 if failure else self._clock()
+
+    def _early_ended(self, seq: Sequence, failure: str | None) -> None:
+        if failure is not None:
+            logger.info("%s: its pages are not fetched early: %s", seq.id, failure)
+        if not self._scheduler.fetch_ended(seq, landed=failure is None):
+            self._clocks.pop(seq.id, None)
 
     def _release_handle(self, seq: Sequence) -> None:
         """Tell the source, off the loop, that nobody will fetch."""

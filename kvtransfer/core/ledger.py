@@ -59,6 +59,16 @@ class LeaseLedger:
         lease.num_sends += 1
         return lease.pages
 
+    def holds(self, request_id: str, pages: tuple[int, ...], now: float) -> bool:
+        """Whether a live lease begins with these pages."""
+        lease = self._live(request_id, now)
+        return lease is not None and lease.pages[: len(pages)] == pages
+
+    def num_pages(self, request_id: str, now: float) -> int | None:
+        """Of a live lease; None when there is none."""
+        lease = self._live(request_id, now)
+        return None if lease is None else len(lease.pages)
+
     def end_send(self, request_id: str, pages: tuple[int, ...], now: float) -> None:
         """Unpin what ``begin_send`` returned. The receiver of a failed send may try once more."""
         lease = self._leases.get(request_id)

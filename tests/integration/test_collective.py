@@ -157,7 +157,7 @@ def test_more_pages_than_leased_end_the_fetch_and_not_the_process(
     """Gloo ends a process whose buffer is smaller than what is sent."""
     local, other = open_local(SMALL), open_local(SMALL)
     handle = other.lease("r", [1, 2, 3])
-    with pytest.raises(TransferError, match="3 pages leased, 2 expected"):
+    with pytest.raises(TransferError, match="3 pages come, 2 expected"):
         local.fetch(replace(handle, num_pages=2), [1, 2])
     with pytest.raises(TransferError, match="3 pages on offer"):
         local.fetch(handle, [1, 2])

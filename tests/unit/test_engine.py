@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from kvtransfer.core.handle import KVHandle
 from kvtransfer.leases import Leases
 from kvtransfer.loopback import LoopbackNetwork, LoopbackTransport
 from tests.stepper import LAYOUT, request
@@ -57,6 +58,7 @@ class Worker:
         )
         self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self.outputs: dict[str, list[Output]] = {}
+        self.promises: dict[str, KVHandle] = {}
         self.engine = Engine(
             self.runner,
             Scheduler(self.limits, PagePool(self.num_pages, 16)),
@@ -75,7 +77,13 @@ class Worker:
         """Read reports until each named request has ended here."""
         deadline = time.monotonic() + timeout_s
         while not all(self.outputs.get(n) and self.outputs[n][-1].is_last for n in names):
-            for output in self.reports.get(timeout=deadline - time.monotonic()).outputs:
+            self.read(deadline - time.monotonic())
+
+    def read(self, timeout_s: float = 10.0) -> None:
+        for output in self.reports.get(timeout=timeout_s).outputs:
+            if output.promise is not None:
+                self.promises[output.request_id] = output.promise
+            else:
                 self.outputs.setdefault(output.request_id, []).append(output)
 
     def tokens(self, name: str) -> list[int]:

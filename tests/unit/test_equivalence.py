@@ -120,3 +120,13 @@ def test_tokens_are_the_same_with_the_prefix_cache_cold_warm_half_evicted_and_of
             half = pair.generate([long], disaggregated=disaggregated)[long.id]
             assert hits < pair.cached_tokens < 2 * hits
         assert off == cold == warm == half
+
+
+@pytest.mark.parametrize("num_pages", [512, 40])
+def test_pages_fetched_while_they_are_computed_give_the_same_tokens(model, reference, num_pages):
+    """FAULTS 53: nothing is decoded before its pages are here; with plenty of room and little."""
+    requests = [greedy(length) for length in LENGTHS]
+    with Pair(model, Limits(16, 16), num_pages=num_pages) as pair:
+        for _ in range(3):
+            assert pair.generate(requests, disaggregated=True, early=True) == reference
+        assert pair.num_early > 0

@@ -33,6 +33,7 @@ class Output:
     token: Token | None = None
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     handle: KVHandle | None = None  # handed off: the pages wait here under a lease
+    promise: KVHandle | None = None  # to be handed off: pages may be fetched as they are computed
     error: str | None = None  # with finish_reason "error"
     fallback: str | None = None  # why KV had to be recomputed here instead of fetched
     timing: Timing | None = None  # with the first token made here, and with the last

@@ -56,6 +56,7 @@ class Phase(Enum):
 
     WAITING = "waiting"  # no pages
     FETCHING = "fetching"  # pages reserved, KV on its way from another worker
+    LANDED = "landed"  # the KV is here before the token that follows it
     PREFILL = "prefill"  # part of prompt (+ output, after a preemption) computed
     DECODE = "decode"  # all but the last token computed
     HANDED_OFF = "handed off"  # pages now belong to a lease
@@ -64,7 +65,10 @@ class Phase(Enum):
 
 NEXT: dict[Phase, frozenset[Phase]] = {
     Phase.WAITING: frozenset({Phase.PREFILL, Phase.FETCHING, Phase.DONE}),
-    Phase.FETCHING: frozenset({Phase.PREFILL, Phase.DECODE, Phase.WAITING, Phase.DONE}),
+    Phase.FETCHING: frozenset(
+        {Phase.LANDED, Phase.PREFILL, Phase.DECODE, Phase.WAITING, Phase.DONE}
+    ),
+    Phase.LANDED: frozenset({Phase.DECODE, Phase.DONE}),
     Phase.PREFILL: frozenset({Phase.DECODE, Phase.HANDED_OFF, Phase.WAITING, Phase.DONE}),
     Phase.DECODE: frozenset({Phase.HANDED_OFF, Phase.WAITING, Phase.DONE}),
     Phase.HANDED_OFF: frozenset(),
@@ -87,6 +91,7 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)  # of the full pages named so far
     num_published: int = 0  # pages that others can find by their keys
     num_preemptions: int = 0
+    is_early: bool = False  # its KV and its next token are still computed at the handle's source
     id: str = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
     max_output: int = field(init=False)  # tokens after which it ends: asked for, or all that fit

@@ -76,6 +76,34 @@ class Scheduler:
         self._by_id[seq.id] = seq
         self._enqueue(seq)
 
+    def reserve(self, seq: Sequence) -> bool:
+        """Take pages at once for an early sequence, to be fetched. False when room is short: those
+        that wait come first, and each decode must be able to grow."""
+        if seq.id in self._by_id or seq.id in self._fetching or self._num_waiting:
+            return False
+        if self._num_running + len(self._fetching) >= self.limits.max_seqs:
+            return False
+        cached = self._cached(seq)
+        spare = self.pool.num_free - self.pool.pages_for(seq.num_tokens)
+        if spare <= len(self._decodes) or not self.pool.fits(seq, seq.num_tokens, cached):
+            return False
+        self._by_id[seq.id] = self._fetching[seq.id] = seq
+        self._settle(seq, Phase.FETCHING, cached)
+        return True
+
+    def confirm(self, request_id: str, token: int, hand_off: bool) -> Sequence | None:
+        """The token is known that an early sequence waited for: it goes on as soon as its pages are
+        here. None when there is no such sequence any more."""
+        seq = self._by_id.get(request_id)
+        if seq is None or not seq.is_early:
+            return None
+        seq.is_early, seq.hand_off = False, hand_off
+        seq.output.append(token)
+        if seq.phase is Phase.LANDED:
+            del self._fetching[request_id]
+            self._join_decodes(seq)
+        return seq
+
     def abort(self, request_id: str) -> Sequence | None:
         """End a sequence in any phase; None when there is none. Pages that a transfer is
         filling stay reserved until fetch_ended."""
@@ -157,8 +185,15 @@ class Scheduler:
 
     def fetch_ended(self, seq: Sequence, landed: bool) -> bool:
         """A transfer into the reserved pages is over. Landed: go on from the tokens it brought.
-        Failed: compute what is not here. False when the sequence was aborted meanwhile."""
+        Failed: compute what is not here; an early one ends, for its source still computes it.
+        False when the sequence has ended, or was aborted meanwhile."""
+        if seq.is_early and landed and seq.phase is Phase.FETCHING:
+            self._land(seq)
+            seq.move_to(Phase.LANDED)  # among those that fetch: it keeps its seat
+            return True
         del self._fetching[seq.id]
+        if seq.phase is not Phase.DONE and seq.is_early:
+            self._leave(seq, Phase.DONE)
         if seq.phase is Phase.DONE:
             self.pool.release(seq)
             return False
@@ -166,13 +201,17 @@ class Scheduler:
         if not landed:
             self._back_to_queue(seq)
             return True
-        seq.num_computed, seq.handle = seq.handle.num_tokens, None
-        self._publish(seq)
+        self._land(seq)
         if seq.num_pending == 1:
             self._join_decodes(seq)
         else:
             self._join_prefills(seq)
         return True
+
+    def _land(self, seq: Sequence) -> None:
+        assert seq.handle is not None, "only a sequence with a handle is fetched"
+        seq.num_computed, seq.handle = seq.handle.num_tokens, None
+        self._publish(seq)
 
     # ------------------------------------------------------------------ filling a step
 
@@ -252,6 +291,9 @@ class Scheduler:
         """Take the first in the queue into the batch, with all the pages of its tokens."""
         heapq.heappop(self._waiting)
         self._forget_waiting(seq)
+        self._settle(seq, phase, cached)
+
+    def _settle(self, seq: Sequence, phase: Phase, cached: list[int]) -> None:
         seq.move_to(phase)
         self.pool.share(seq, cached)
         seq.num_published = len(cached)
@@ -343,6 +385,8 @@ class Scheduler:
             del self._decodes[seq]
         elif seq.phase is Phase.PREFILL:
             self._prefills.remove(seq)
+        elif seq.phase is Phase.LANDED:
+            del self._fetching[seq.id]
 
     def _leave(self, seq: Sequence, phase: Phase) -> None:
         if seq.phase is Phase.WAITING:
