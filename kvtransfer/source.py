@@ -210,7 +210,9 @@ class PageSource:
         if leased is None:
             return self._load_early(pair, request, memory)
         try:
-            buffer = self._copy(pair, leased[request.first_page : request.stop_page or None], memory)
+            buffer = self._copy(
+                pair, leased[request.first_page : request.stop_page or None], memory
+            )
         finally:
             self._leases.end_send(name, leased)
         return self._cargo(buffer)
