@@ -8,6 +8,7 @@ import os
 import torch
 
 from kvtransfer.core.handle import KVLayout
+from workers.memory import use_huge_pages
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 CPU_SHARE = 1 / 8  # of the memory that is available when the worker starts
@@ -28,7 +29,9 @@ class KVCache:
             layout.page_size,
             layout.head_dim,
         )
-        self.pool = torch.zeros(shape, dtype=DTYPES[layout.dtype], device=device)
+        self.pool = torch.empty(shape, dtype=DTYPES[layout.dtype], device=device)
+        use_huge_pages(self.pool)
+        self.pool.zero_()
         self.keys = [self.pool[:, i, :, 0] for i in range(layout.num_layers)]
         self.values = [self.pool[:, i, :, 1] for i in range(layout.num_layers)]
         # keys[layer] and values[layer] are views [page, kv_head, page_size, head_dim]

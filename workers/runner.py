@@ -88,8 +88,6 @@ def load_runner(
     )
     longest = min(max_model_len or config.max_model_len, config.max_model_len)
     cache = _cache(config.kv_layout(page_size, precision), num_pages, longest, where)
-    if native:
-        native.use_huge_pages(cache.pool)
     return ModelRunner(model, cache, attention)
 
 

@@ -7,8 +7,6 @@
 // long context may be split among threads between any two segments.
 //
 //   keys   0 ....... 63 | 64 ..... 127 | ... | ..... 255 || 256 ...        | tile, || segment
-//   rows   few: a tile goes from its pages straight into registers
-//          many: a tile is packed once, then two matrix products
 //
 // What lies behind a context in its last page is never read.
 #pragma once
@@ -21,6 +19,7 @@
 
 constexpr int TILE = 64;  // keys
 constexpr int MAX_HEAD_DIM = 256;
+constexpr float SLACK = 8;
 static_assert(SEGMENT % TILE == 0);
 
 // ------------------------------------------------------------------ rows under way
@@ -52,7 +51,10 @@ INLINE void merge_row(float *output, Vec &sum, float &top, const float *later_ou
   top = higher;
 }
 
-// Scores [TILE] of one row, of which it sees the first `count`, to weights; output shrinks as needed.
+// Scores [TILE] of one row, of which it sees the first `count`, to weights.
+//
+// Weights are powers of two above `top`. As long as no score is far above it, it stays, and with it
+// what has been added up: SLACK keeps weights below 2^8, of the same precision as those below 1.
 template <class T>
 INLINE void soften(const float *scores, int count, float scale, T *weights, float *output,
                    int64_t dims, Vec &sum, float &top) {
@@ -62,17 +64,15 @@ INLINE void soften(const float *scores, int count, float scale, T *weights, floa
   }
   Vec x[TILE / W];
   Vec highest = splat(-INFINITY);
-  Ints lane;
-  for (int i = 0; i < W; i++) lane[i] = i;
 #pragma GCC unroll 16
   for (int v = 0; v < TILE / W; v++) {
     x[v] = load<Vec>(scores + v * W);
-    if (count < (v + 1) * W) x[v] = lane < count - v * W ? x[v] : splat(-INFINITY);
+    if (count < (v + 1) * W) x[v] = LANES < count - v * W ? x[v] : splat(-INFINITY);
     highest = max(highest, x[v]);
   }
-  const float new_top = std::max(top, max(highest));
   const Vec least = splat(-126.f);
-  if (new_top > top) {
+  if (any(highest * scale > splat(top * scale + SLACK))) {
+    const float new_top = max(highest);
     const Vec shrink = exp2<float>(max(splat((top - new_top) * scale), least));
     for (int64_t d = 0; d < dims; d += W) store(output + d, load<Vec>(output + d) * shrink);
     sum *= shrink;
@@ -82,7 +82,7 @@ INLINE void soften(const float *scores, int count, float scale, T *weights, floa
 #pragma GCC unroll 16
   for (int v = 0; v < TILE / W; v++) {
     Vec e = exp2<T>(max(x[v] * scale - offset, least));
-    if (count < (v + 1) * W) e = lane < count - v * W ? e : Vec{};
+    if (count < (v + 1) * W) e = LANES < count - v * W ? e : Vec{};
     sum += e;
     store_floats(weights + v * W, e, W);
   }
@@ -122,89 +122,31 @@ INLINE void value_words(const T *a, const T *b, int64_t left, Bits (&out)[PACK<T
   }
 }
 
+// ------------------------------------------------------------------ keys and values as matrices
+// Each loop asks, with every piece of a row, for the same piece of the next tile's row.
+
 template <class T>
-void prefetch(const T *key, const Pages<T> &pages) {
-  const char *k = (const char *)key, *v = (const char *)(key + pages.to_value);
-  for (int64_t b = 0; b < pages.head_dim * (int64_t)sizeof(T); b += CACHE_LINE) {
-    __builtin_prefetch(k + b);
-    __builtin_prefetch(v + b);
-  }
+INLINE void prefetch(const Tile<T> &next, int i, int64_t offset) {
+  __builtin_prefetch(next.keys[i] + offset, 0, 2);
 }
-
-// ------------------------------------------------------------------ few rows
-
-// scores [R][TILE] = q [R][dim_words] x keys, W keys at a time
-template <class T, int R>
-void few_scores(const Pages<T> &pages, const Tile<T> &tile, const Tile<T> *next, const uint32_t *q,
-                int64_t dim_words, float *scores) {
-  const int64_t used = words<T>(pages.head_dim);
-  for (int g = 0; g < tile.count; g += W) {
-    Vec sums[R] = {};
-    for (int64_t d = 0; d < dim_words; d += W) {
-      Bits r[W];
-      const int n = (int)std::min<int64_t>(W, used - d);
-#pragma GCC unroll 16
-      for (int i = 0; i < W; i++) r[i] = load_words(tile.keys[g + i] + d * PACK<T>, n);
-      transpose(r);
-#pragma GCC unroll 16
-      for (int i = 0; i < W; i++)
-#pragma GCC unroll 8
-        for (int j = 0; j < R; j++)
-          sums[j] = dot<T>(sums[j], splat_word(q + j * dim_words + d + i), r[i]);
-    }
-    for (int j = 0; j < R; j++) store(scores + j * TILE + g, sums[j]);
-    if (next)
-      for (int i = 0; i < W; i++) prefetch(next->keys[g + i], pages);
-  }
-}
-
-// outputs [R][dims] += weights [R][TILE] x values, a strip of dims at a time
-template <class T, int R>
-void few_outputs(const Pages<T> &pages, const Tile<T> &tile, const T *weights, float *outputs,
-                 int64_t dims) {
-  constexpr int P = PACK<T>;
-  constexpr int VECS = W == 16 && R <= 4 ? 4 : 2;
-  for (int64_t d = 0; d < dims; d += VECS * W) {
-    Vec sums[R][VECS];
-    const int vecs = (int)std::min<int64_t>(VECS, (dims - d) / W);
-    for (int j = 0; j < R; j++)
-      for (int v = 0; v < VECS; v++)
-        sums[j][v] = v < vecs ? load<Vec>(outputs + j * dims + d + v * W) : Vec{};
-    for (int i = 0; i < tile.count; i += P) {
-      const T *a = tile.keys[i] + pages.to_value + d, *b = tile.keys[i + P - 1] + pages.to_value + d;
-#pragma GCC unroll 4
-      for (int v = 0; v < VECS; v += P) {
-        Bits x[P];
-        const int64_t left = pages.head_dim - d - v * W;
-        if (left <= 0) break;
-        value_words(a + v * W, b + v * W, left, x);
-#pragma GCC unroll 8
-        for (int j = 0; j < R; j++) {
-          const Bits weight = splat_word(weights + j * TILE + i);
-#pragma GCC unroll 2
-          for (int p = 0; p < P; p++) sums[j][v + p] = dot<T>(sums[j][v + p], weight, x[p]);
-        }
-      }
-    }
-    for (int j = 0; j < R; j++)
-      for (int v = 0; v < vecs; v++) store(outputs + j * dims + d + v * W, sums[j][v]);
-  }
-}
-
-// ------------------------------------------------------------------ many rows
 
 // Keys as the right side of a product: strips of keys, [strip][dim words][STRIP].
 template <class T>
-void pack_keys(const Pages<T> &pages, const Tile<T> &tile, int64_t dim_words, uint32_t *packed) {
+void pack_keys(const Pages<T> &pages, const Tile<T> &tile, const Tile<T> &next, int64_t dim_words,
+               uint32_t *packed) {
   const int64_t used = words<T>(pages.head_dim);
-  for (int g = 0; g < TILE; g += W) {
+  for (int g = 0; g < tile.count; g += W) {
     uint32_t *to = packed + g / STRIP * dim_words * STRIP + g % STRIP;
     for (int64_t d = 0; d < dim_words; d += W) {
       Bits r[W];
       const int n = (int)std::min<int64_t>(W, used - d);
-      for (int i = 0; i < W; i++)
-        r[i] = g + i < tile.count ? load_words(tile.keys[g + i] + d * PACK<T>, n) : Bits{};
+#pragma GCC unroll 16
+      for (int i = 0; i < W; i++) {
+        r[i] = load_words(tile.keys[g + i] + d * PACK<T>, n);
+        prefetch(next, g + i, d * PACK<T>);
+      }
       transpose(r);
+#pragma GCC unroll 16
       for (int i = 0; i < W; i++) store(to + (d + i) * STRIP, r[i]);
     }
   }
@@ -212,7 +154,8 @@ void pack_keys(const Pages<T> &pages, const Tile<T> &tile, int64_t dim_words, ui
 
 // Values likewise: strips of dims, [strip][words of keys][STRIP].
 template <class T>
-void pack_values(const Pages<T> &pages, const Tile<T> &tile, int64_t dims, uint32_t *packed) {
+void pack_values(const Pages<T> &pages, const Tile<T> &tile, const Tile<T> &next, int64_t dims,
+                 uint32_t *packed) {
   constexpr int P = PACK<T>;
   for (int i = 0; i < tile.count; i += P) {
     const T *a = tile.keys[i] + pages.to_value, *b = tile.keys[i + P - 1] + pages.to_value;
@@ -220,8 +163,58 @@ void pack_values(const Pages<T> &pages, const Tile<T> &tile, int64_t dims, uint3
       Bits x[P];
       value_words(a + d, b + d, pages.head_dim - d, x);
       uint32_t *to = packed + (d / STRIP * (TILE / P) + i / P) * STRIP + d % STRIP;
-      for (int p = 0; p < P; p++) store(to + p * W, x[p]);
+      for (int p = 0; p < P; p++) {
+        store(to + p * W, x[p]);
+        prefetch(next, i + p, pages.to_value + d);
+      }
     }
+  }
+}
+
+// outputs [R][dims] += weights [R][TILE] x values, where packing would cost more than it saves:
+// V vectors of dims, from dim d.
+template <class T, int R, int V>
+void add_values(const Pages<T> &pages, const Tile<T> &tile, const Tile<T> &next, const T *weights,
+                float *outputs, int64_t dims, int64_t d) {
+  constexpr int P = PACK<T>;
+  Vec sums[R][V];
+#pragma GCC unroll 8
+  for (int j = 0; j < R; j++)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) sums[j][v] = load<Vec>(outputs + j * dims + d + v * W);
+  for (int i = 0; i < tile.count; i += P) {
+    const T *a = tile.keys[i] + pages.to_value + d, *b = tile.keys[i + P - 1] + pages.to_value + d;
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v += P) {
+      Bits x[P];
+      value_words(a + v * W, b + v * W, pages.head_dim - d - v * W, x);
+#pragma GCC unroll 8
+      for (int j = 0; j < R; j++) {
+        const Bits weight = splat_word(weights + j * TILE + i);
+#pragma GCC unroll 2
+        for (int p = 0; p < P; p++) sums[j][v + p] = dot<T>(sums[j][v + p], weight, x[p]);
+      }
+#pragma GCC unroll 2
+      for (int p = 0; p < P; p++) prefetch(next, i + p, pages.to_value + d + v * W);
+    }
+  }
+#pragma GCC unroll 8
+  for (int j = 0; j < R; j++)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) store(outputs + j * dims + d + v * W, sums[j][v]);
+}
+
+template <class T, int R>
+void add_values_of(int64_t rows, const Pages<T> &pages, const Tile<T> &tile, const Tile<T> &next,
+                   const T *weights, float *outputs, int64_t dims) {
+  if (rows == R) {
+    constexpr int V = W == 16 && R <= 4 ? 4 : 2;  // as many sums as fit the registers
+    int64_t d = 0;
+    for (; d + V * W <= dims; d += V * W)
+      add_values<T, R, V>(pages, tile, next, weights, outputs, dims, d);
+    if (d < dims) add_values<T, R, 2>(pages, tile, next, weights, outputs, dims, d);
+  } else if constexpr (R > 1) {
+    add_values_of<T, R - 1>(rows, pages, tile, next, weights, outputs, dims);
   }
 }
 
@@ -266,7 +259,8 @@ struct Attention {
       Desk<T> desk;
       for (int64_t i = begin; i < end; i++) {
         const Item &item = schedule.items[i];
-        attend(item, desk);
+        // items are dealt out in turn, so this thread's next is probably so many further on
+        attend(item, schedule.items[std::min(i + team.size, num_items - 1)], desk);
         if (item.group < 0) write(item, desk.rows(0));
         else keep(item, desk);
       }
@@ -274,21 +268,21 @@ struct Attention {
   }
 
   // Leaves the item's result in desk.rows(0).
-  void attend(const Item &item, Desk<T> &desk) {
+  void attend(const Item &item, const Item &next_item, Desk<T> &desk) {
     const Span &span = batch.spans[item.span];
     const int64_t rows = item.num_tokens * per_head;
     read_queries(item, desk.q);
-    const int32_t *numbers = batch.pages + span.first_page;
     const int first_limit = span.context - span.length + item.first_token + 1;  // keys row 0 sees
     Tile<T> tile, next;
-    next.find(pages, layer, item.head, numbers, item.begin, item.end);
+    find(item, item.begin, next);
     for (int begin = item.begin; begin < item.end; begin += TILE) {
       tile = next;
       const bool more = begin + TILE < item.end;
-      if (more) next.find(pages, layer, item.head, numbers, begin + TILE, item.end);
+      if (more) find(item, begin + TILE, next);
+      else find(next_item, next_item.begin, next);
       const int segment = begin / SEGMENT > item.begin / SEGMENT;
       if (begin == item.begin || begin % SEGMENT == 0) desk.rows(segment).clear(rows, dims);
-      step(tile, more ? &next : nullptr, rows, first_limit, desk, desk.rows(segment));
+      step(tile, next, rows, first_limit, desk, desk.rows(segment));
       if (segment && (!more || (begin + TILE) % SEGMENT == 0))
         for (int64_t r = 0; r < rows; r++)
           merge_row(desk.outputs[0] + r * dims, desk.sums[0][r], desk.tops[0][r],
@@ -297,6 +291,11 @@ struct Attention {
   }
 
  private:
+  void find(const Item &item, int begin, Tile<T> &tile) {
+    tile.find(pages, layer, item.head, batch.pages + batch.spans[item.span].first_page, begin,
+              item.end);
+  }
+
   // Rows of an item are (token, head), heads side by side; behind head_dim they hold zeros.
   void read_queries(const Item &item, T *to) {
     const int64_t first = batch.spans[item.span].start + item.first_token;
@@ -307,43 +306,22 @@ struct Attention {
                head_dim * sizeof(T));
   }
 
-  void step(const Tile<T> &tile, const Tile<T> *next, int64_t rows, int first_limit, Desk<T> &desk,
+  void step(const Tile<T> &tile, const Tile<T> &next, int64_t rows, int first_limit, Desk<T> &desk,
             Rows state) {
-    const uint32_t *q_words = (const uint32_t *)desk.q;
-    if (rows <= FEW_ROWS) {
-      few(tile, next, rows, first_limit, desk, state);
-      return;
-    }
-    pack_keys(pages, tile, dim_words, desk.keys);
-    pack_values(pages, tile, dims, desk.values);
+    pack_keys(pages, tile, next, dim_words, desk.keys);
     for (int c = 0; c < tile.count; c += STRIP)
-      matmul<T>(rows, q_words, dim_words, desk.keys + c * dim_words, dim_words,
+      matmul<T>(rows, (const uint32_t *)desk.q, dim_words, desk.keys + c * dim_words, dim_words,
                 desk.scores + c, TILE, false);
     soften_all(tile, rows, first_limit, desk, state);
+    if (rows <= FEW_ROWS) {
+      add_values_of<T, FEW_ROWS>(rows, pages, tile, next, desk.weights, state.outputs, dims);
+      return;
+    }
+    pack_values(pages, tile, next, dims, desk.values);
     for (int64_t d = 0; d < dims; d += STRIP)
       matmul<T>(rows, (const uint32_t *)desk.weights, TILE / PACK<T>,
                 desk.values + d * (TILE / PACK<T>), words<T>(tile.count), state.outputs + d, dims,
                 true);
-  }
-
-  void few(const Tile<T> &tile, const Tile<T> *next, int64_t rows, int first_limit, Desk<T> &desk,
-           Rows state) {
-    const uint32_t *q_words = (const uint32_t *)desk.q;
-    auto go = [&]<int R>(std::integral_constant<int, R>) {
-      few_scores<T, R>(pages, tile, next, q_words, dim_words, desk.scores);
-      soften_all(tile, rows, first_limit, desk, state);
-      few_outputs<T, R>(pages, tile, desk.weights, state.outputs, dims);
-    };
-    switch (rows) {
-      case 1: return go(std::integral_constant<int, 1>());
-      case 2: return go(std::integral_constant<int, 2>());
-      case 3: return go(std::integral_constant<int, 3>());
-      case 4: return go(std::integral_constant<int, 4>());
-      case 5: return go(std::integral_constant<int, 5>());
-      case 6: return go(std::integral_constant<int, 6>());
-      case 7: return go(std::integral_constant<int, 7>());
-      default: return go(std::integral_constant<int, FEW_ROWS>());
-    }
   }
 
   void soften_all(const Tile<T> &tile, int64_t rows, int first_limit, Desk<T> &desk, Rows state) {

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).parent
-FLAGS = ["-std=c++20", "-O3", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC"]
+FLAGS = ["-std=c++20", "-O3", "-ffp-contract=fast", "-fopenmp"]
+FLAGS += ["-shared", "-fPIC", "-fvisibility=hidden"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"]
 ISAS = {  # the best first: what the CPU must have (torch's names), and the compiler's flags
     "avx512_bf16": (["avx512_bf16", "avx512_bw", "avx512_vl"], [*AVX512, "-mavx512bf16"]),

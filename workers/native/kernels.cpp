@@ -3,11 +3,6 @@
 // No Python and no torch in here: pointers, sizes and a number of threads. Types are told apart by
 // `is_bf16`; everything else of a model or a batch is in the structs.
 #include <cstdlib>
-#include <new>
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 #include "attention.h"
 #include "linear.h"
@@ -93,6 +88,7 @@ int64_t scratch_elements(const Model &m, int64_t rows) {
 
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 // ------------------------------------------------------------------ the step
@@ -134,17 +130,6 @@ void evenflow_pack(int is_bf16, const void *weight, const float *bias, int64_t i
     using T = decltype(type);
     pack((const T *)weight, bias, inputs, outputs, gated, (uint32_t *)packed, packed_bias);
   });
-}
-
-// Asks for huge pages: fewer address translations for what is read all over. Best effort.
-void evenflow_use_huge_pages(void *data, int64_t bytes) {
-#if defined(MADV_HUGEPAGE)
-  constexpr uintptr_t page = 4096;
-  uintptr_t begin = ((uintptr_t)data + page - 1) / page * page, end = (uintptr_t)data + bytes;
-  if (end > begin) madvise((void *)begin, end - begin, MADV_HUGEPAGE);
-#else
-  (void)data, (void)bytes;
-#endif
 }
 
 // ------------------------------------------------------------------ parts, for tests and measuring

@@ -17,6 +17,7 @@ import torch
 
 from workers.batch import AttentionMetadata
 from workers.kvcache import KVCache
+from workers.memory import use_huge_pages
 from workers.native.build import ISAS, BuildError, best_isa, open_library
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,6 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # name: (result, arguments)
     "logits": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int]),
     "packed_columns": (c_int64, [c_int64, c_int]),
     "pack": (None, [c_int, c_void_p, c_void_p, c_int64, c_int64, c_int, c_void_p, c_void_p]),
-    "use_huge_pages": (None, [c_void_p, c_int64]),
     "read_all": (c_float, [c_void_p, c_int64, c_int]),
     "multiply": (c_int64, [c_int, c_int64, c_int]),
     "linear": (None, [c_int, c_void_p, c_void_p, c_int64, c_void_p, c_int]),
@@ -188,13 +188,9 @@ class Kernels:
         num_bytes = -(-size * dtype.itemsize // CACHE_LINE) * CACHE_LINE
         if num_bytes > len(self._slab):
             self._slab = torch.empty(max(num_bytes, SLAB_BYTES), dtype=torch.uint8)
-            self.use_huge_pages(self._slab)
+            use_huge_pages(self._slab)
         taken, self._slab = self._slab[:num_bytes], self._slab[num_bytes:]
         return taken.view(dtype)[:size]
-
-    def use_huge_pages(self, tensor: torch.Tensor) -> None:
-        """Fewer address translations; 1.3 times the speed of reading a model's weights once."""
-        self.call("use_huge_pages", tensor, tensor.nbytes)
 
     def linear(self, x: torch.Tensor, weight: PackedLinear) -> torch.Tensor:
         out = torch.empty(len(x), weight.outputs, dtype=x.dtype)

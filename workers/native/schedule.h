@@ -10,7 +10,7 @@
 #include "vec.h"
 
 constexpr int SEGMENT = 256;    // keys; results of segments are merged in order
-constexpr int FEW_ROWS = 8;     // up to these, keys are read from their pages into registers
+constexpr int FEW_ROWS = 8;     // up to these, values are read once, from their pages
 constexpr int GOOD_ROWS = 96;   // of an item, if there are that many
 constexpr int MAX_ROWS = 128;   // of an item, hence also query heads per kv head
 
@@ -45,8 +45,8 @@ class Schedule {
         add(s, t, std::min(block, batch.spans[s].length - t), too_few);
     make_groups();
     auto cost = [&](const Item &i) { return (i.end - i.begin) * (i.num_tokens * per_head_ + 8); };
-    std::sort(items.begin(), items.end(),
-              [&](const Item &a, const Item &b) { return cost(a) > cost(b); });
+    std::stable_sort(items.begin(), items.end(),
+                     [&](const Item &a, const Item &b) { return cost(a) > cost(b); });
   }
 
  private:

@@ -74,6 +74,12 @@ INLINE Bits load_words(const void *from, int n) {
 #endif
 }
 
+template <int... I>
+constexpr Ints lanes(std::integer_sequence<int, I...>) {
+  return Ints{I...};
+}
+constexpr Ints LANES = lanes(std::make_integer_sequence<int, W>());  // 0, 1, 2, ...
+
 INLINE Vec splat(float x) { return x - Vec{}; }
 INLINE Bits splat_word(const void *from) {
   uint32_t x;
@@ -222,6 +228,18 @@ INLINE float max(Vec v) {
   } else {
     return max<S / 2>(max(v, shuffle<Swapped<S>>(v, v)));
   }
+}
+
+// Whether a comparison holds in some lane.
+INLINE bool any(Ints comparison) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask((__m512i)comparison);
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)comparison);
+#else
+  Ints pairs = comparison | shuffle<Swapped<2>>(comparison, comparison);
+  return pairs[0] | pairs[1];
+#endif
 }
 
 // Transpose W rows of W words: log2(W) rounds in which blocks off the diagonal change places.
