@@ -177,6 +177,9 @@ class _WorkerGauges(Collector):
             ("evenflow_worker_pages", "num_pages"),
             ("evenflow_worker_steps", "step"),
             ("evenflow_worker_step_seconds", "step_s"),
+            ("evenflow_worker_chunk_tokens", "chunk_tokens"),
+            ("evenflow_step_predicted_ratio", "predicted_ratio"),
+            ("evenflow_step_prediction_error", "prediction_error"),
         ):
             gauge = GaugeMetricFamily(name, "As last reported.", labels=labels)
             for w in workers:

@@ -107,6 +107,7 @@ class Engine:
         leases.on_free = self._wake
         self._steps, self._step_s, self._failed_steps = 0, 0.0, 0
         self._prompt_tokens, self._output_tokens, self._cached_tokens = 0, 0, 0
+        self._chunk_tokens = 0
         self._load = Load(num_pages=scheduler.pool.num_pages, free_pages=scheduler.pool.num_free)
 
     # ------------------------------------------------------------------ any thread
@@ -171,19 +172,21 @@ class Engine:
         self._answer_the_rest(end)
 
     def _turn(self) -> None:
+        began = self._clock()
         self._read_inbox()
         self._sweep_leases()
         self._renew_leases()
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan(began)
         for seq in plan.preempted:
             self._leases.revoke(seq.id)
         self._note_planned(plan)
         for seq in plan.fetches:
             self._fetchers.submit(self._fetch, seq)
-        stepped = bool(plan.decodes or plan.prefills)
-        if stepped:
-            self._step(plan)
+        shape, stepped = plan.shape, bool(plan.decodes or plan.prefills)
+        succeeded = stepped and self._step(plan)
         self._report(stepped)
+        if succeeded:  # the whole turn: that is what lies between two tokens
+            self._scheduler.latency.observe(shape, self._clock() - began)
         if not plan:
             self._wait()
 
@@ -196,7 +199,8 @@ class Engine:
             self._clocks.clear()
             self._report(stepped=False)
 
-    def _step(self, plan: StepPlan) -> None:
+    def _step(self, plan: StepPlan) -> bool:
+        """Whether it succeeded."""
         start, chunks = self._clock(), plan.chunks
         try:
             tokens = self._executor.run(chunks)
@@ -205,17 +209,20 @@ class Engine:
             self._failed_steps += 1
             for chunk in chunks:
                 self._fail(chunk.seq, f"the model step failed: {type(error).__name__}")
-            return
+            return False
         self._failed_steps = 0
         self._drop_bad_tokens(chunks, tokens)
         departures = self._scheduler.commit(plan, {id: token.id for id, token in tokens.items()})
         self._promise(plan)
         now = self._clock()
         self._steps, self._step_s = self._steps + 1, now - start
-        self._prompt_tokens += sum(chunk.length for chunk in plan.prefills)
+        if plan.prefills:
+            self._chunk_tokens = sum(chunk.length for chunk in plan.prefills)
+            self._prompt_tokens += self._chunk_tokens
         self._emit_tokens(
             chunks, tokens, {departure.seq.id: departure for departure in departures}, now
         )
+        return True
 
     def _promise(self, plan: StepPlan) -> None:
         """Let receivers fetch what is finished of prompts that will be handed off."""
@@ -370,18 +377,23 @@ class Engine:
         assert seq.handle is not None, "only a sequence with a handle is fetched"
         is_early = seq.is_early
         failure: str | None = None
+        start, num_bytes = self._clock(), 0
         try:
             if self._transport is None:
                 raise TransferError("this worker has no transport")
             skip = seq.num_cached // self._scheduler.pool.page_size  # already here
             pages = seq.pages[skip : seq.handle.num_pages]
+            num_bytes = len(pages) * seq.handle.layout.page_bytes
             fetch = self._transport.fetch_early if is_early else self._transport.fetch
             fetch(seq.handle, pages, self._transfer_timeout_s, skip)
         except Exception as error:  # any failure becomes a recompute, never a lost request
             failure = f"{type(error).__name__}: {error}"
-        self._inbox.put(lambda: self._fetch_ended(seq, failure, is_early))
+        took_s = self._clock() - start
+        self._inbox.put(lambda: self._fetch_ended(seq, failure, is_early, num_bytes, took_s))
 
-    def _fetch_ended(self, seq: Sequence, failure: str | None, was_early: bool) -> None:
+    def _fetch_ended(
+        self, seq: Sequence, failure: str | None, was_early: bool, num_bytes: int, took_s: float
+    ) -> None:
         self._num_early -= was_early
         if seq.is_early:
             self._early_ended(seq, failure)
@@ -389,6 +401,8 @@ class Engine:
         if failure is not None:
             logger.warning("%s: KV is recomputed here, the transfer failed: %s", seq.id, failure)
             self._release_handle(seq)
+        elif seq.handle is not None and not was_early:  # an early one waits for the prefill, too
+            self._scheduler.latency.observe_transfer(num_bytes, took_s, seq.handle.source)
         if self._scheduler.fetch_ended(seq, landed=failure is None):
             clocked = self._clocks[seq.id]
             clocked.fallback = failure
@@ -448,6 +462,9 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
             cached_tokens=self._cached_tokens,
+            chunk_tokens=self._chunk_tokens,
+            predicted_ratio=scheduler.latency.ratio,
+            prediction_error=scheduler.latency.error,
         )
 
     def _take_stock(self) -> KVLedger:

@@ -61,6 +61,9 @@ class Load:
     prompt_tokens: int = 0  # computed since start
     output_tokens: int = 0  # sampled since start
     cached_tokens: int = 0  # found in the prefix cache instead of computed, since start
+    chunk_tokens: int = 0  # prompt tokens of the last step that had any
+    predicted_ratio: float = 1.0  # step time predicted / observed, mean of recent steps
+    prediction_error: float = 0.0  # |predicted / observed - 1|, mean of recent steps
 
 
 @dataclass(frozen=True, slots=True)

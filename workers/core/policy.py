@@ -23,6 +23,7 @@ class Limits:
     max_tokens: int = 2048  # the step budget: decodes and prompt tokens
     max_seqs: int = 256
     policy: str = "chunked"
+    online: bool = False  # max_tokens is a ceiling; below it, the promised gaps decide
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "max_seqs"):
@@ -30,6 +31,11 @@ class Limits:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.policy not in POLICIES:
             raise ValueError(f"policy={self.policy!r} is not one of {', '.join(POLICIES)}")
+
+    @property
+    def by_deadline(self) -> bool:
+        """Whether prompts take turns by urgency; the older policies take them as they come."""
+        return self.policy in ("chunked", "splitfuse")
 
     @property
     def prefill_floor(self) -> int:

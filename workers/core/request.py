@@ -97,6 +97,7 @@ class Sequence:
     max_output: int = field(init=False)  # tokens after which it ends: asked for, or all that fit
     quiet: int = 0  # decode steps in which nothing but one more token can happen
     rank: tuple[int, float, int] = (0, 0.0, 0)  # importance; given when it is submitted
+    deadline: float = 0.0  # when its next token is due; given when it is queued
 
     def __post_init__(self) -> None:
         self.id = self.request.id

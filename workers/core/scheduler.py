@@ -5,19 +5,24 @@ are taken when it is admitted, less those whose contents are already here, so on
 when the pool is empty the least important, youngest sequence gives its pages back and is computed
 again later (preemption by recompute). The oldest sequence always advances, hence no livelock.
 
+Prompts take turns by urgency (``workers/core/budget.py``); the first in the queue competes with
+those that are under way, and gets its seat and pages with its first chunk.
+
 A decode costs a step only its token: everything rarer (a page border, the last token, a hand-off)
 is counted down in ``Sequence.quiet``. No step looks at sequences that wait, but for the first.
 """
 
 import heapq
-from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count, islice
+from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
+from workers.core.budget import Due, Room, deadline, room_for, urgency
+from workers.core.latency import LatencyModel
 from workers.core.pages import PagePool
-from workers.core.plan import Chunk, StepPlan
+from workers.core.plan import BatchShape, Chunk, StepPlan
 from workers.core.policy import POLICIES, Batch, Limits, Turn
 from workers.core.prefix import next_key, root_key
 from workers.core.request import Phase, Sequence
@@ -41,15 +46,25 @@ class Scheduler:
     """Sequences from submission to their end; pure, and not thread-safe."""
 
     def __init__(
-        self, limits: Limits, pool: PagePool, *, model: str = "", prefix_caching: bool = True
+        self,
+        limits: Limits,
+        pool: PagePool,
+        *,
+        model: str = "",
+        prefix_caching: bool = True,
+        latency: LatencyModel | None = None,
     ) -> None:
         self.limits, self.pool = limits, pool
+        self.latency = latency or LatencyModel()
         self.waiting_tokens = 0  # of the sequences that wait to be computed here
         self.num_preemptions = 0
         self._model, self._caching = model, prefix_caching
         self._by_id: dict[str, Sequence] = {}
         self._decodes: dict[Sequence, None] = {}  # in the order of their turns
-        self._prefills: list[Sequence] = []  # most important first
+        self._decode_context = 0  # sum of their contexts
+        self._promises: dict[float, int] = {}  # gap promised -> decodes
+        self._last_room = room_for(self.latency, BatchShape(0, 0, 0, 0), inf)
+        self._prefills: list[Sequence] = []  # in no particular order
         self._due: list[Sequence] = []  # decodes whose next token needs a page, and ended ones
         self._waiting: list[tuple[int, float, int, Sequence]] = []  # heap; may hold ended ones
         self._num_waiting = 0
@@ -148,12 +163,12 @@ class Scheduler:
 
     # ------------------------------------------------------------------ one step
 
-    def plan(self) -> StepPlan:
+    def plan(self, now: float = 0.0) -> StepPlan:
         """The next step. Empty when nothing can run."""
         preempted = self._yield_to_priority()
         batch = Batch(len(self._decodes), len(self._prefills), self._num_waiting)
         for turn in POLICIES[self.limits.policy](self.limits, batch):
-            plan = self._fill(turn, preempted)
+            plan = self._fill(turn, preempted, now)
             if plan:
                 return plan
         return StepPlan(preempted=tuple(preempted))
@@ -162,7 +177,7 @@ class Scheduler:
         """Apply an executed step: each sequence in ``sampled`` has one token more. Returns those
         that left with it. What was aborted while the step ran is passed over."""
         departures: list[Departure] = []
-        decode = Phase.DECODE
+        decode, advanced = Phase.DECODE, 0
         for seq in plan.decodes:
             if seq.phase is not decode:
                 continue
@@ -170,8 +185,10 @@ class Scheduler:
             seq.output.append(token)
             seq.num_computed += 1
             seq.quiet -= 1
+            advanced += 1
             if seq.quiet <= 0 or token in seq.stop_ids:
                 self._turn_of_events(seq, departures)
+        self._decode_context += advanced
         for seq, start, length in plan.prefills:
             if seq.phase is not Phase.PREFILL:
                 continue
@@ -215,22 +232,69 @@ class Scheduler:
 
     # ------------------------------------------------------------------ filling a step
 
-    def _fill(self, turn: Turn, preempted: list[Sequence]) -> StepPlan:
+    def _fill(self, turn: Turn, preempted: list[Sequence], now: float) -> StepPlan:
         num_preempted = len(preempted)
         decodes: tuple[Sequence, ...] = ()
         if turn.max_decodes:
             self._make_room(preempted)
             decodes = self._take_turns(turn.max_decodes)
-        left = turn.max_prefill_tokens
         prefills: list[Chunk] = []
-        for seq in self._prefills:
-            if left <= 0:
-                break
-            left -= self._cut(seq, seq.num_computed, turn, left, prefills)
         fetches: list[Sequence] = []
-        if turn.admit and len(preempted) == num_preempted:
-            fetches = self._admit(turn, left, prefills)
+        if self._prefills or self._num_waiting:
+            may_admit = turn.admit and len(preempted) == num_preempted
+            head = self._next_head(fetches) if may_admit else None
+            self._share(turn, self._room(len(decodes)), now, head, prefills, fetches)
         return StepPlan(decodes, tuple(prefills), tuple(fetches), tuple(preempted))
+
+    def _share(
+        self,
+        turn: Turn,
+        room: Room,
+        now: float,
+        head: Sequence | None,
+        chunks: list[Chunk],
+        fetches: list[Sequence],
+    ) -> None:
+        """Cut chunks, the most urgent prompt first. ``head`` of the queue competes with those that
+        are under way, and after it the next one does."""
+        left = turn.max_prefill_tokens
+        key = self._urgency(turn, room, head, now)
+        pending = sorted(self._prefills, key=key, reverse=True)
+        while left > 0 and (pending or head):
+            if head is not None and (not pending or key(head) < key(pending[-1])):
+                seq = head
+            else:
+                seq = pending.pop()
+            length = self._cut(seq, turn, left, room, chunks)
+            if length == 0:
+                break
+            left -= length
+            if seq is head:
+                self._seat(seq, Phase.PREFILL)
+                self._prefills.append(seq)
+                head = self._next_head(fetches)
+
+    def _urgency(
+        self, turn: Turn, room: Room, head: Sequence | None, now: float
+    ) -> Callable[[Sequence], tuple[float, ...]]:
+        """What to sort prompts by, the most urgent first."""
+        if turn.tile == 0:
+            return by_rank
+        prompts = [self._as_due(seq) for seq in (*self._prefills, *([head] if head else []))]
+        key = urgency(prompts, now, room.prompt_rate)
+        return lambda seq: key(self._as_due(seq))
+
+    def _as_due(self, seq: Sequence) -> Due:
+        start = max(seq.num_computed, seq.num_cached)
+        left_s = self.latency.prompt_s(start, seq.num_tokens)
+        return Due(seq.request.priority, seq.deadline, left_s)
+
+    def _room(self, num_decodes: int) -> Room:
+        share = num_decodes / len(self._decodes) if num_decodes else 0.0
+        shape = BatchShape(0, 0, num_decodes, int(share * self._decode_context))
+        itl_s = min(self._promises, default=inf)
+        self._last_room = room_for(self.latency, shape, itl_s)
+        return self._last_room
 
     def _take_turns(self, max_decodes: int) -> tuple[Sequence, ...]:
         """The decodes of this step; when not all fit the budget, those that waited longest."""
@@ -253,42 +317,47 @@ class Scheduler:
             if seq.phase is Phase.DECODE:
                 self.pool.grow(seq, seq.num_tokens)
 
-    def _cut(self, seq: Sequence, start: int, turn: Turn, left: int, chunks: list[Chunk]) -> int:
+    def _cut(self, seq: Sequence, turn: Turn, left: int, room: Room, chunks: list[Chunk]) -> int:
         """Append the sequence's next chunk within ``left`` tokens; returns its length."""
-        length = seq.num_tokens - start
+        start = max(seq.num_computed, seq.num_cached)
+        wanted = length = seq.num_tokens - start
         if turn.tile == 0:  # whole prompts; one that exceeds the budget runs alone
             if length > left and chunks:
                 return 0
-        elif length > left:
-            length = left - left % turn.tile or left
-        chunks.append(Chunk(seq, start, length))
+        else:
+            length = min(length, left)
+            if self.limits.online:
+                length = room.longest(start, length)
+            if length < wanted:
+                length = length - length % turn.tile or length
+        if length:
+            chunks.append(Chunk(seq, start, length))
+            room.take(start, length)
         return length
 
-    def _admit(self, turn: Turn, left: int, chunks: list[Chunk]) -> list[Sequence]:
-        fetches: list[Sequence] = []
+    def _next_head(self, fetches: list[Sequence]) -> Sequence | None:
+        """The first in the queue, if there is a seat and room for it. Those whose KV is elsewhere
+        take their seats on the way."""
         while self._num_running + len(self._fetching) < self.limits.max_seqs:
             seq = self._head()
-            if seq is None:
-                break
-            cached = self._cached(seq)
-            if not self.pool.fits(seq, seq.num_tokens, cached):
-                break
-            num_cached = len(cached) * self.pool.page_size
-            if seq.handle is not None:
-                self._seat(seq, Phase.FETCHING, cached)
-                self._fetching[seq.id] = seq
-                fetches.append(seq)
-                continue
-            length = self._cut(seq, num_cached, turn, left, chunks) if left > 0 else 0
-            if length == 0:
-                break
-            left -= length
-            self._seat(seq, Phase.PREFILL, cached)
-            insort(self._prefills, seq, key=by_rank)
-        return fetches
+            if seq is None or not self.pool.fits(seq, seq.num_tokens, self._found(seq)):
+                return None
+            if seq.handle is None:
+                return seq
+            self._seat(seq, Phase.FETCHING)
+            self._fetching[seq.id] = seq
+            fetches.append(seq)
+        return None
 
-    def _seat(self, seq: Sequence, phase: Phase, cached: list[int]) -> None:
+    def _found(self, seq: Sequence) -> list[int]:
+        """As ``_cached``, and noted on the sequence."""
+        cached = self._cached(seq)
+        seq.num_cached = len(cached) * self.pool.page_size
+        return cached
+
+    def _seat(self, seq: Sequence, phase: Phase) -> None:
         """Take the first in the queue into the batch, with all the pages of its tokens."""
+        cached = self._cached(seq)
         heapq.heappop(self._waiting)
         self._forget_waiting(seq)
         self._settle(seq, phase, cached)
@@ -327,11 +396,14 @@ class Scheduler:
     def _join_decodes(self, seq: Sequence) -> None:
         seq.move_to(Phase.DECODE)
         self._decodes[seq] = None
+        self._decode_context += seq.num_computed
+        promise = seq.request.slo.itl_s
+        self._promises[promise] = self._promises.get(promise, 0) + 1
         self._count_down(seq)
 
     def _join_prefills(self, seq: Sequence) -> None:
         seq.move_to(Phase.PREFILL)
-        insort(self._prefills, seq, key=by_rank)
+        self._prefills.append(seq)
 
     def _count_down(self, seq: Sequence) -> None:
         """Steps until the sequence is at a page border or has all its tokens."""
@@ -382,11 +454,19 @@ class Scheduler:
 
     def _unseat(self, seq: Sequence) -> None:
         if seq.phase is Phase.DECODE:
-            del self._decodes[seq]
+            self._leave_decodes(seq)
         elif seq.phase is Phase.PREFILL:
             self._prefills.remove(seq)
         elif seq.phase is Phase.LANDED:
             del self._fetching[seq.id]
+
+    def _leave_decodes(self, seq: Sequence) -> None:
+        del self._decodes[seq]
+        self._decode_context -= seq.num_computed
+        promise = seq.request.slo.itl_s
+        self._promises[promise] -= 1
+        if not self._promises[promise]:
+            del self._promises[promise]
 
     def _leave(self, seq: Sequence, phase: Phase) -> None:
         if seq.phase is Phase.WAITING:
@@ -434,9 +514,19 @@ class Scheduler:
     # ------------------------------------------------------------------ the queue
 
     def _enqueue(self, seq: Sequence) -> None:
-        heapq.heappush(self._waiting, (*seq.rank, seq))
+        seq.deadline = self._deadline(seq)
+        order = seq.deadline if self.limits.by_deadline else seq.request.arrived_at
+        heapq.heappush(self._waiting, (seq.request.priority, order, seq.rank[-1], seq))
         self._num_waiting += 1
         self.waiting_tokens += seq.num_tokens if seq.handle is None else 0
+
+    def _deadline(self, seq: Sequence) -> float:
+        """When its next token is due; at once for a stream that was interrupted."""
+        request = seq.request
+        if seq.output:
+            return request.arrived_at
+        work_s = self.latency.prompt_s(0, seq.num_tokens) / self._last_room.prompt_rate
+        return deadline(request.arrived_at, request.slo.ttft_s, work_s)
 
     def _head(self) -> Sequence | None:
         while self._waiting:
