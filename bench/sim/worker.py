@@ -14,7 +14,7 @@ from kvtransfer.core.handle import KVHandle, KVLayout
 from kvtransfer.core.ledger import LeaseLedger
 from workers.core.output import Load
 from workers.core.pages import PagePool
-from workers.core.plan import StepPlan
+from workers.core.plan import BatchShape, StepPlan
 from workers.core.policy import Limits
 from workers.core.request import Sequence
 from workers.core.scheduler import DoesNotFit, Scheduler
@@ -148,7 +148,7 @@ class SimWorker:
             self._read_inbox()
             self._sweep_leases()
             self._renew_leases()
-            plan = self.scheduler.plan()
+            plan = self.scheduler.plan(self._clock.now)
             for seq in plan.fetches:
                 self._fetch(seq)
             if plan.decodes or plan.prefills:
@@ -163,16 +163,17 @@ class SimWorker:
                 self._cached_tokens += start
         shape = plan.shape
         step_s = self.spec.latency.step_s(shape) + self.spec.host_s
-        self._clock.after(step_s, self._end, plan, shape.prefill_tokens, step_s)
+        self._clock.after(step_s, self._end, plan, shape, step_s)
 
-    def _end(self, plan: StepPlan, prompt_tokens: int, step_s: float) -> None:
+    def _end(self, plan: StepPlan, shape: BatchShape, step_s: float) -> None:
         if self.is_dead:
             return
         self._is_stepping = False
         self._step_s = step_s
         self.busy_s += step_s
         self.num_steps += 1
-        self._prompt_tokens += prompt_tokens
+        self._prompt_tokens += shape.prefill_tokens
+        self.scheduler.latency.observe(shape, step_s)
         sampled = {
             seq.id: fake_token(seq.request.sampling.seed, len(seq.output)) for seq in plan.decodes
         }

@@ -148,7 +148,7 @@ def test_a_known_prefix_is_computed_once() -> None:
 
 def test_two_workers_that_wait_for_each_others_pages_do_not_wait_for_ever() -> None:
     """FAULTS 39: each leases to the other all that the other needs to make room for it."""
-    spec = WorkerSpec(Coefficients(), Limits(max_tokens=512), num_pages=34, lease_s=0.5)
+    spec = WorkerSpec(Coefficients(), Limits(max_tokens=512), num_pages=26, lease_s=0.5)
     arrivals = tuple(Arrival(0.0, 256, 40) for i in range(8))
     cluster = Cluster([Pool("mixed", 2, spec)], mode="disaggregated")
     result = cluster.run(Workload("crossing", arrivals))

@@ -30,7 +30,7 @@ def attainment(pools: list[Pool], mode: str, rate: float, slo: SLO) -> float:
 
 
 @pytest.mark.parametrize(
-    "slo, split_wins", [(SLO(ttft_s=2.0, itl_s=0.015), True), (SLO(ttft_s=0.4, itl_s=0.1), False)]
+    "slo, split_wins", [(SLO(ttft_s=2.0, itl_s=0.015), True), (SLO(ttft_s=0.25, itl_s=0.1), False)]
 )
 def test_the_slo_pair_decides_between_mixed_and_disaggregated(slo: SLO, split_wins: bool) -> None:
     """DistServe, OSDI'24, against Sarathi-Serve, OSDI'24: four equal workers, the same load."""
