@@ -32,7 +32,7 @@ from serving.errors import RateLimited
 
 PREFIX = "ef-"
 MAX_HEADER_CHARS = 512  # of an Authorization value
-FIELDS = ("name", "sha256", "tenant", "requests_per_minute", "tokens_per_minute")
+FIELDS = ("name", "sha256", "tenant", "admin", "requests_per_minute", "tokens_per_minute")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,10 @@ class ApiKey:
     tenant: str
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
+    admin: bool = False  # may change what workers do
 
 
-ANYBODY = ApiKey("", "", "")  # everybody, where no keys are asked for
+ANYBODY = ApiKey("", "", "", admin=True)  # everybody, where no keys are asked for
 
 
 class Keyring:
@@ -142,8 +143,10 @@ def _key(entry: Any, where: str) -> ApiKey:
     if not re.fullmatch(r"[0-9a-f]{64}", sha256):
         raise ConfigError(f"{where}.sha256 is not 64 hexadecimal digits; `evenflow key` makes them")
     tenant = _name(entry, "tenant", where) if "tenant" in entry else name
-    limits = [_limit(entry, field, where) for field in FIELDS[3:]]
-    return ApiKey(name, sha256, tenant, *limits)
+    if not isinstance(admin := entry.get("admin", False), bool):
+        raise ConfigError(f"{where}.admin must be true or false")
+    requests, tokens = (_limit(entry, field, where) for field in FIELDS[4:])
+    return ApiKey(name, sha256, tenant, requests, tokens, admin)
 
 
 def _name(entry: Mapping[str, Any], field: str, where: str) -> str:

@@ -15,7 +15,14 @@ import typer
 
 from serving import console
 from serving.config import Config, ConfigError, load_config, served_name
-from serving.service import Service, ServiceError, Stopped, fetch_status
+from serving.service import (
+    Service,
+    ServiceError,
+    Stopped,
+    drain_worker,
+    fetch_status,
+    set_role,
+)
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 NESTED = (("slo", "ttft"), ("slo", "itl"), ("tls", "cert"), ("tls", "key"), ("tls", "client_ca"))
@@ -150,6 +157,29 @@ def status(url: UrlFlag = DEFAULT_URL, as_json: JsonFlag = False) -> None:
             console.out.print_json(json.dumps(answer))
         else:
             console.status_table(answer)
+
+
+@app.command()
+def role(
+    worker: Annotated[str, typer.Argument(help="As `evenflow status` names it.")],
+    role: Annotated[str, typer.Argument(help="mixed, prefill or decode.")],
+    url: UrlFlag = DEFAULT_URL,
+) -> None:
+    """What a worker prefers to do from now on. Its streams go on; a drained one serves again."""
+    with plain_errors():
+        set_role(url, worker, role)
+        console.done(f"{worker} is {role} now")
+
+
+@app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(help="As `evenflow status` names it.")],
+    url: UrlFlag = DEFAULT_URL,
+) -> None:
+    """A worker takes nothing new, and its streams go on elsewhere. `evenflow role` ends it."""
+    with plain_errors():
+        drain_worker(url, worker)
+        console.done(f"{worker} takes nothing new")
 
 
 @app.command()

@@ -51,6 +51,11 @@ class Progress:
             self._status.stop()
 
 
+def done(message: str) -> None:
+    """One line on stdout."""
+    out.print(_plain(message))
+
+
 def problem(message: str) -> None:
     """One line on stderr."""
     err.print(f"[bold red]evenflow:[/] {_plain(' '.join(message.split()))}")
@@ -88,7 +93,7 @@ def status_table(status: Mapping[str, Any]) -> None:
         used = load["num_pages"] - load["free_pages"] - load["leased_pages"]
         table.add_row(
             worker["id"],
-            worker["role"],
+            worker["role"] + (" (drained)" if worker.get("is_leaving") else ""),
             str(load["waiting_seqs"]),
             str(load["running_seqs"]),
             str(load["queued_tokens"]),

@@ -107,6 +107,15 @@ class Unauthenticated(RequestFailed):
     grpc = "UNAUTHENTICATED"
 
 
+class Forbidden(RequestFailed):
+    """The key is known and does not allow this."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "not_allowed"
+    grpc = "PERMISSION_DENIED"
+
+
 class Overloaded(RequestFailed):
     """Refused before any work was done."""
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from serving.config import Config
 
@@ -200,17 +201,54 @@ def key_header() -> dict[str, str]:
 
 def fetch_status(url: str) -> dict[str, Any]:
     """What ``/v1/evenflow/status`` says. ServiceError when nobody answers there."""
+    return fetch(url, "/v1/evenflow/status", _trust())
+
+
+def set_role(url: str, worker: str, role: str) -> None:
+    """ServiceError says why not."""
+    _ask(url, f"/v1/evenflow/workers/{quote(worker, '')}/role", {"role": role})
+
+
+def drain_worker(url: str, worker: str) -> None:
+    """ServiceError says why not."""
+    _ask(url, f"/v1/evenflow/workers/{quote(worker, '')}/drain", {})
+
+
+def _ask(url: str, path: str, body: dict[str, str]) -> None:
+    status, answer = _exchange(url, "POST", path, _trust(), json.dumps(body))
+    if status != http.HTTPStatus.OK:
+        try:
+            message = json.loads(answer)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = f"what answers at {url} is not an Evenflow"
+        raise ServiceError(str(message))
+
+
+def _trust() -> ssl.SSLContext | None:
     trust = None
     if authority := os.environ.get(CA_VARIABLE):
         try:
             trust = ssl.create_default_context(cafile=authority)
         except OSError as error:
             raise ServiceError(f"{CA_VARIABLE}: {authority}: {error.strerror}") from None
-    return fetch(url, "/v1/evenflow/status", trust)
+    return trust
 
 
 def fetch(url: str, path: str, trust: ssl.SSLContext | None = None) -> dict[str, Any]:
     """A JSON object with ``workers``. ServiceError when nobody answers there."""
+    _, body = _exchange(url, "GET", path, trust)
+    try:
+        status: dict[str, Any] = json.loads(body)
+        status["workers"]
+    except (ValueError, KeyError, TypeError):
+        raise ServiceError(f"what answers at {url} is not an Evenflow") from None
+    return status
+
+
+def _exchange(
+    url: str, method: str, path: str, trust: ssl.SSLContext | None, body: str | None = None
+) -> tuple[int, bytes]:
+    """Status and body of the answer. ServiceError when nobody answers, or wants a key."""
     scheme, _, rest = url.rstrip("/").partition("://")
     netloc = rest.split("/")[0]
     if not netloc or scheme not in ("http", "https"):
@@ -222,9 +260,9 @@ def fetch(url: str, path: str, trust: ssl.SSLContext | None = None) -> dict[str,
     else:
         connection = http.client.HTTPConnection(netloc, timeout=CALL_TIMEOUT_S)
     try:
-        connection.request("GET", path, headers=key_header())
+        connection.request(method, path, body, key_header())
         answer = connection.getresponse()
-        body = answer.read()
+        content = answer.read()
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ServiceError(
@@ -235,9 +273,4 @@ def fetch(url: str, path: str, trust: ssl.SSLContext | None = None) -> dict[str,
         connection.close()
     if answer.status == http.HTTPStatus.UNAUTHORIZED:
         raise ServiceError(f"{url} wants an API key: put it into {KEY_VARIABLE}")
-    try:
-        status: dict[str, Any] = json.loads(body)
-        status["workers"]
-    except (ValueError, KeyError, TypeError):
-        raise ServiceError(f"what answers at {url} is not an Evenflow") from None
-    return status
+    return answer.status, content

@@ -183,7 +183,12 @@ class _Cluster(services.ClusterServicer):  # type: ignore[misc]  # generated, un
         async with _answering(context):
             gateway = self._intake.gateway
             workers = [
-                pb.WorkerStatus(id=view.id, role=view.role, load=load_to_wire(view.load))
+                pb.WorkerStatus(
+                    id=view.id,
+                    role=view.role,
+                    load=load_to_wire(view.load),
+                    is_leaving=view.is_leaving,
+                )
                 for view in gateway.pools.workers()
             ]
             return pb.Status(model=gateway.model, workers=workers)
@@ -195,6 +200,17 @@ class _Cluster(services.ClusterServicer):  # type: ignore[misc]  # generated, un
             return pb.Explanation(
                 request_id=request.request_id, route=_route(found), outcome=found["outcome"]
             )
+
+    async def SetRole(self, request: pb.SetRoleRequest, context: Context) -> pb.SetRoleResponse:
+        async with _answering(context):
+            caller = _caller(context, self._intake.settings)
+            await self._intake.set_role(request.worker, request.role, caller)
+            return pb.SetRoleResponse()
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        async with _answering(context):
+            await self._intake.drain(request.worker, _caller(context, self._intake.settings))
+            return pb.DrainResponse()
 
 
 class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated, untyped

@@ -16,7 +16,7 @@ from serving.api.fields import Fields, as_text, wrong
 from serving.api.options import MAX_LOGPROBS, MAX_TOKENS, Options, read_options, token_ids
 from serving.api.settings import FrontSettings
 from serving.auth import ANYBODY, ApiKey
-from serving.errors import BadRequest, ModelNotFound, NotFound, PromptTooLong
+from serving.errors import BadRequest, Forbidden, ModelNotFound, NotFound, PromptTooLong
 from serving.gateway import Gateway, Limits
 from serving.generation import Delta, Generation
 from serving.tokenizer import TemplateFailed
@@ -155,6 +155,22 @@ class Intake:
         if explanation is None:
             raise NotFound(f"no request {request_id[:128]!r} is running or recent here")
         return explanation
+
+    async def set_role(self, worker: str, role: str, caller: ApiKey = ANYBODY) -> None:
+        """Raises Forbidden, NotFound, BadRequest."""
+        _check_admin(caller)
+        await self.gateway.moves.set_role(worker, role)
+
+    async def drain(self, worker: str, caller: ApiKey = ANYBODY) -> None:
+        """Raises Forbidden, NotFound."""
+        _check_admin(caller)
+        await self.gateway.moves.drain(worker)
+
+    def move(self, request_id: str, worker: str, caller: ApiKey = ANYBODY) -> None:
+        """A running request goes on there. Raises Forbidden, NotFound."""
+        _check_admin(caller)
+        if not self.gateway.move(request_id, worker):
+            raise NotFound(f"no request {request_id[:128]!r} is running here")
 
     async def tokenize(self, body: Any) -> tuple[int, ...]:
         """Text, or a conversation as the chat template renders it, to token ids."""
@@ -412,3 +428,8 @@ def _room(prompt_tokens: int, limits: Limits) -> int:
     if prompt_tokens < limits.common_tokens:
         return limits.common_tokens - prompt_tokens
     return min(limits.max_model_len, limits.pool_tokens + 1) - prompt_tokens
+
+
+def _check_admin(caller: ApiKey) -> None:
+    if not caller.admin:
+        raise Forbidden("this key may not change what workers do: its entry needs admin: true")

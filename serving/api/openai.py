@@ -53,6 +53,7 @@ CALLER = "evenflow.caller"  # in a request's scope: whose key it came with
 KEY_NEEDED = "a valid API key is needed: Authorization: Bearer KEY"
 MAX_HEADERS, MAX_HEAD_BYTES = 100, 32 << 10
 MAX_JSON_NODES, MAX_JSON_ITEMS = 50_000, 1_000_000  # parsed JSON takes far more room than its text
+MAX_SMALL_BYTES = 4096
 BODY_S = 30.0  # to receive a body
 HEADERS = ("x-evenflow-mode", "x-slo-ttft-ms", "x-slo-itl-ms", "x-evenflow-worker")
 
@@ -183,6 +184,23 @@ def _add_evenflow(app: FastAPI, intake: Intake) -> None:
     @app.get("/v1/evenflow/requests/{request_id:path}")
     async def explain(request: Request, request_id: str) -> Response:
         return JSONResponse(await intake.explain(request_id, request.scope[CALLER]))
+
+    @app.post("/v1/evenflow/workers/{worker}/role")
+    async def set_role(request: Request, worker: str) -> Response:
+        role = await _field(request, "role")
+        await intake.set_role(worker, role, request.scope[CALLER])
+        return JSONResponse({"worker": worker, "role": role})
+
+    @app.post("/v1/evenflow/workers/{worker}/drain")
+    async def drain(request: Request, worker: str) -> Response:
+        await intake.drain(worker, request.scope[CALLER])
+        return JSONResponse({"worker": worker, "is_leaving": True})
+
+    @app.post("/v1/evenflow/requests/{request_id}/move")
+    async def move(request: Request, request_id: str) -> Response:
+        worker = await _field(request, "worker")
+        intake.move(request_id, worker, request.scope[CALLER])
+        return JSONResponse({"request_id": request_id, "worker": worker})
 
 
 def _add_debug(app: FastAPI, gateway: Gateway) -> None:
@@ -321,6 +339,15 @@ async def _json_body(request: Request, max_bytes: int) -> Any:
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         what = "is nested too deeply" if isinstance(error, RecursionError) else "is not valid JSON"
         raise BadRequest(f"the body {what}") from error
+
+
+async def _field(request: Request, name: str) -> str:
+    """The one field of a small body."""
+    body = await _json_body(request, MAX_SMALL_BYTES)
+    value = body.get(name) if isinstance(body, dict) else None
+    if not isinstance(value, str):
+        raise BadRequest(f"{name} is missing, or is not a text", name)
+    return value
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -243,3 +243,17 @@ async def test_a_port_in_use_is_an_error() -> None:
         other = GrpcServer(s.gateway, FrontSettings(MODEL))
         with pytest.raises(OSError, match="cannot be bound"):
             await other.start("127.0.0.1", s.port)
+
+
+async def test_roles_and_drains() -> None:
+    async with served() as s:
+        await s.cluster.SetRole(pb.SetRoleRequest(worker="decode-0", role="mixed"))
+        await s.cluster.Drain(pb.DrainRequest(worker="prefill-0"))
+        status = await s.cluster.GetStatus(pb.GetStatusRequest())
+        assert [(w.role, w.is_leaving) for w in status.workers] == [
+            ("prefill", True),
+            ("mixed", False),
+        ]
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await s.cluster.Drain(pb.DrainRequest(worker="x"))
+        assert error.value.code() == grpc.StatusCode.NOT_FOUND

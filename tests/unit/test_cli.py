@@ -48,6 +48,15 @@ def server() -> Iterator[str]:
             self.end_headers()
             self.wfile.write(json.dumps(STATUS).encode())
 
+        def do_POST(self) -> None:
+            """Knows one worker."""
+            length = int(self.headers["content-length"] or 0)
+            body = json.loads(self.rfile.read(length))
+            known = self.path.split("/")[-2] == "mixed-0" and body.get("role") != "both"
+            self.send_response(200 if known else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps({"error": {"message": "no such thing"}}).encode())
+
         def log_message(self, *arguments: object) -> None:
             pass
 
@@ -158,3 +167,11 @@ def test_the_demo_needs_somebody_to_talk_to() -> None:
     result = run("demo", "--url", "http://127.0.0.1:1")
     assert result.exit_code == 1
     assert "the server does not answer" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_roles_and_drains(server: str) -> None:
+    assert "is decode now" in run("role", "mixed-0", "decode", "--url", server).output
+    assert "takes nothing new" in run("drain", "mixed-0", "--url", server).output
+    refused = run("role", "mixed-0", "both", "--url", server)
+    assert refused.exit_code == 1 and "no such thing" in refused.output
+    assert run("drain", "a/b", "--url", server).exit_code == 1

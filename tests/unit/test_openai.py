@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from serving.auth import ApiKey, Keyring, digest
 from serving.pools import Submission
 from tests.fakes import Event, FakePools, hashed, scripted, worker
 from tests.front import (
@@ -428,3 +429,36 @@ async def test_no_prompt_in_errors_or_metrics() -> None:
         assert response.status_code == 200 or canary not in response.text
     assert canary not in (await door.http.get("/metrics")).text
     assert json.dumps(canary)[1:-1] not in (await door.http.get("/v1/evenflow/status")).text
+
+
+async def test_roles_drains_and_moves_over_http() -> None:
+    pools = FakePools(worker("decode-0"), worker("decode-1"), delay_s=0.005)
+    f = front(pools)
+    path = "/v1/evenflow/workers/decode-0"
+    assert (await f.http.post(f"{path}/role", json={"role": "prefill"})).status_code == 200
+    assert pools.views["decode-0"].role == "prefill"
+    assert (await f.http.post(f"{path}/role", json={"role": "both"})).status_code == 400
+    assert (await f.http.post(f"{path}/role", json=[])).json()["error"]["param"] == "role"
+    assert (await f.http.post("/v1/evenflow/workers/x/drain", json={})).status_code == 404
+    assert (await f.http.post(f"{path}/drain", json={})).status_code == 200
+    status = (await f.http.get("/v1/evenflow/status")).json()
+    assert [w["is_leaving"] for w in status["workers"]] == [True, False]
+    move = {"worker": "decode-1"}
+    assert (await f.http.post("/v1/evenflow/requests/r/move", json=move)).status_code == 404
+
+
+async def test_only_an_admin_s_key_may_change_what_workers_do() -> None:
+    keys = Keyring(
+        [
+            ApiKey("user", digest("k1"), "user"),
+            ApiKey("ops", digest("k2"), "ops", admin=True),
+        ]
+    )
+    f = front(FakePools(worker("decode-0")), keys=keys)
+    for key, status in (("k1", 403), ("k2", 200)):
+        answer = await f.http.post(
+            "/v1/evenflow/workers/decode-0/drain",
+            json={},
+            headers={"authorization": f"Bearer {key}"},
+        )
+        assert answer.status_code == status
