@@ -24,6 +24,7 @@ from serving.gateway import Gateway
 from serving.http_server import HttpServer
 from serving.tokenizer import Tokenizer
 from workers.core.request import SLO
+from workers.grammar import Grammars
 
 T = TypeVar("T")
 
@@ -51,6 +52,7 @@ class FrontDoor:
             max_body_bytes=config.max_body_bytes,
             slo=SLO(config.slo.ttft_s, config.slo.itl_s),
             debug=config.debug,
+            grammars=Grammars.load(folder, tokenizer.vocab_size, tokenizer.eos_ids),
             keys=load_keys(Path(config.api_keys)) if config.api_keys else Keyring(),
         )
         self._http = HttpServer(build_app(self.gateway, settings), config.tls)

@@ -72,6 +72,9 @@ def _sampling_to_wire(sampling: Sampling) -> pb.Sampling:
         **{name: getattr(sampling, name) for name in _SCALARS},
         logit_bias=dict(sampling.logit_bias),
         stop_ids=sorted(sampling.stop_ids),
+        allowed_ids=sorted(sampling.allowed_ids),
+        bad_words=[pb.TokenIds(ids=word) for word in sampling.bad_words],
+        grammar=sampling.grammar,
         logprobs=sampling.logprobs,
     )
 
@@ -81,6 +84,9 @@ def _sampling_from_wire(message: pb.Sampling) -> Sampling:
         **{name: getattr(message, name) for name in _SCALARS},
         logit_bias=tuple(sorted(message.logit_bias.items())),
         stop_ids=frozenset(message.stop_ids),
+        allowed_ids=frozenset(message.allowed_ids),
+        bad_words=tuple(tuple(word.ids) for word in message.bad_words),
+        grammar=message.grammar,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
     )
 

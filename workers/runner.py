@@ -10,8 +10,10 @@ import torch
 from kvtransfer.core.handle import KVLayout
 from workers.attention import AttentionBackend, default_attention
 from workers.batch import build
+from workers.constraints import Constraints
 from workers.core.output import Token
 from workers.core.plan import Chunk
+from workers.grammar import Grammars
 from workers.kvcache import DTYPES, KVCache, default_num_pages
 from workers.models.config import ModelConfig, ModelError
 from workers.models.llama import Llama
@@ -26,17 +28,22 @@ PAGE_SIZE = 16
 
 class ModelRunner:
     def __init__(
-        self, model: Llama | NativeLlama, cache: KVCache, attention: AttentionBackend
+        self,
+        model: Llama | NativeLlama,
+        cache: KVCache,
+        attention: AttentionBackend,
+        grammars: Grammars | None = None,
     ) -> None:
         self.model, self.cache = model, cache
         self.config = model.config
         self.vocab_size = model.config.vocab_size
-        self.attention, self._sampler = attention, Sampler()
+        self.attention, self._sampler = attention, Sampler(Constraints(grammars))
 
     @torch.inference_mode()
     def run(self, chunks: tuple[Chunk, ...]) -> dict[str, Token]:
         """Compute a step; the sampled token of each chunk that reaches its sequence's end."""
         page_size = self.cache.layout.page_size
+        self._sampler.constraints.expect(chunk.seq for chunk in chunks)
         batch = build(chunks, page_size, self.model.device)
         self.cache.clear(batch.fresh_pages)
         plan = self.attention.plan(batch.attention, self.model.dtype)
@@ -88,7 +95,8 @@ def load_runner(
     )
     longest = min(max_model_len or config.max_model_len, config.max_model_len)
     cache = _cache(config.kv_layout(page_size, precision), num_pages, longest, where)
-    return ModelRunner(model, cache, attention)
+    grammars = Grammars.load(folder, config.vocab_size, config.eos_ids)
+    return ModelRunner(model, cache, attention, grammars)
 
 
 def _native(

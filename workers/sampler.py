@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from workers.constraints import Constraints, is_constrained
 from workers.core.output import Token
 from workers.core.request import Sampling, Sequence
 
@@ -18,7 +19,8 @@ MASK64 = (1 << 64) - 1
 
 
 class Sampler:
-    def __init__(self) -> None:
+    def __init__(self, constraints: Constraints | None = None) -> None:
+        self.constraints = constraints or Constraints()
         self._histories: dict[str, _History] = {}  # only of requests with penalties
 
     def sample(self, logits: torch.Tensor, seqs: list[Sequence]) -> list[Token]:
@@ -36,6 +38,7 @@ class Sampler:
 
     def forget(self, request_id: str) -> None:
         self._histories.pop(request_id, None)
+        self.constraints.forget(request_id)
 
     def _choose(self, logits: torch.Tensor, seq: Sequence) -> int:
         sampling = seq.request.sampling
@@ -46,10 +49,9 @@ class Sampler:
         return draw(probs, uniform(sampling.seed, len(seq.output)))
 
     def _adjusted(self, logits: torch.Tensor, seq: Sequence) -> torch.Tensor:
-        """A copy of the logits after minimum length, bias and penalties, in vLLM's order."""
+        """A copy of the logits after all that rules tokens out, bias and penalties."""
         sampling, logits = seq.request.sampling, logits.clone()
-        if sampling.stop_ids and len(seq.output) < sampling.min_tokens:
-            logits[sorted(sampling.stop_ids)] = -torch.inf
+        self.constraints.apply(logits, seq)
         if sampling.logit_bias:
             ids, biases = zip(*sampling.logit_bias, strict=True)
             logits[list(ids)] += torch.tensor(biases, dtype=logits.dtype, device=logits.device)
@@ -118,6 +120,7 @@ def _is_plain(seq: Sequence) -> bool:
         sampling.temperature < GREEDY_BELOW
         and len(seq.output) >= sampling.min_tokens
         and not sampling.logit_bias
+        and not is_constrained(sampling)
         and not _has_penalties(sampling)
     )
 

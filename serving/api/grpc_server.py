@@ -6,6 +6,7 @@ Streaming handlers write to their context, so that a cancelled call closes its g
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -22,7 +23,7 @@ from protos import evenflow_pb2_grpc as services
 from serving.api.intake import Ask, Intake
 from serving.api.settings import FrontSettings
 from serving.auth import ApiKey, Keyring
-from serving.errors import Overloaded, RequestFailed, Unauthenticated
+from serving.errors import BadRequest, Overloaded, RequestFailed, Unauthenticated
 from serving.gateway import Gateway
 from serving.generation import Delta, Final, TokenLogprobs, TokenText
 from serving.messages import load_to_wire
@@ -43,6 +44,7 @@ HEALTH_PERIOD_S = 0.5  # how often a watched health is looked at
 OPTIONAL = (
     *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "priority"),
+    "truncate_prompt_tokens",
 )
 METADATA = ("x-evenflow-mode", "x-slo-ttft-ms", "x-slo-itl-ms", "x-evenflow-worker")
 
@@ -316,8 +318,14 @@ def _options(options: pb.Options) -> dict[str, Any]:
         body["logit_bias"] = {str(key): value for key, value in options.logit_bias.items()}
     if options.stop:
         body["stop"] = list(options.stop)
-    if options.stop_token_ids:
-        body["stop_token_ids"] = list(options.stop_token_ids)
+    for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
+        if values := list(getattr(options, name)):
+            body[name] = values
+    body["include_stop_str_in_output"] = options.include_stop_str_in_output
+    if (form := options.WhichOneof("form")) == "regex":
+        body["guided_regex"] = options.regex
+    elif form == "json_schema":
+        body["guided_json"] = _parsed(options.json_schema)
     slo = {
         name: getattr(options, f"slo_{name}")
         for name in ("ttft_ms", "itl_ms")
@@ -325,6 +333,13 @@ def _options(options: pb.Options) -> dict[str, Any]:
     }
     body["evenflow"] = {"mode": options.mode, "slo": slo}
     return body
+
+
+def _parsed(schema: str) -> Any:
+    try:
+        return json.loads(schema)
+    except (ValueError, RecursionError):
+        raise BadRequest("options.json_schema is not JSON", "options.json_schema") from None
 
 
 def _response(request_id: str, delta: Delta) -> pb.GenerateResponse:

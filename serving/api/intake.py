@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serving.api.fields import Fields, as_text, wrong
+from serving.api.form import read_form
 from serving.api.options import MAX_LOGPROBS, MAX_TOKENS, Options, read_options, token_ids
 from serving.api.settings import FrontSettings
 from serving.auth import ANYBODY, ApiKey
@@ -32,13 +33,20 @@ IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "
 
 
 @dataclass(frozen=True, slots=True)
+class Streaming:
+    """What a stream carries besides the answer."""
+
+    usage: bool = False  # an event of its own at the end
+    continuous_usage: bool = False  # with every event
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """A checked request: what to generate, and how the answer is to look."""
 
     generation: Generation
     is_chat: bool
-    stream: bool = False
-    include_usage: bool = False
+    streaming: Streaming | None = None  # None: one whole answer
     return_token_ids: bool = False
     echo: tuple[str, ...] = ()  # the prompts as text, when they are wanted back
     num_top: int = 0
@@ -66,19 +74,21 @@ class Intake:
         arrived_at = self.gateway.clock()
         self.check_model(fields.text("model"))
         limits = self.gateway.limits()
-        stream, include_usage = _streaming(fields)
+        streaming = _streaming(fields)
         logprobs = fields.optional_integer("logprobs", 0, MAX_LOGPROBS)
         echo = fields.flag("echo")
         if echo and logprobs is not None:
             raise wrong("echo", "with logprobs is not offered: prompt logprobs are not computed")
         if fields.text("suffix"):
             raise wrong("suffix", "is not offered: this model cannot fill in the middle")
-        prompts, texts = await self._prompts(fields.raw("prompt"), echo)
+        keep = fields.optional_integer("truncate_prompt_tokens", -1, MAX_TOKENS)
+        prompts, texts = await self._prompts(fields.raw("prompt"), echo, _kept(keep, limits))
         max_tokens = fields.integer("max_tokens", COMPLETION_MAX_TOKENS, 1, MAX_TOKENS)
         for prompt in prompts:
             self._check_prompt(prompt, "prompt", limits)
             self._check_total(prompt, max_tokens, limits)
-        options = self._options(fields, headers, max_tokens, logprobs)
+        grammar = await read_form(fields, self.settings.grammars)
+        options = self._options(fields, headers, max_tokens, logprobs, grammar)
         best_of = fields.optional_integer("best_of", 1, self.settings.max_n)
         if best_of is not None and best_of != options.n:
             raise wrong("best_of", "must equal n")
@@ -88,8 +98,7 @@ class Intake:
         return Ask(
             generation,
             is_chat=False,
-            stream=stream,
-            include_usage=include_usage,
+            streaming=streaming,
             return_token_ids=return_token_ids,
             echo=texts,
             num_top=logprobs or 0,
@@ -109,7 +118,7 @@ class Intake:
         arrived_at = self.gateway.clock()
         self.check_model(fields.text("model"))
         limits = self.gateway.limits()
-        stream, include_usage = _streaming(fields)
+        streaming = _streaming(fields)
         top = fields.optional_integer("top_logprobs", 0, MAX_LOGPROBS)
         wants_logprobs = fields.flag("logprobs")
         if top is not None and not wants_logprobs:
@@ -118,21 +127,22 @@ class Intake:
         _refuse_templates(fields)
         _refuse_tools(fields)
         messages = self._messages(fields.raw("messages"))
-        prompt = await self.render(messages)
+        keep = fields.optional_integer("truncate_prompt_tokens", -1, MAX_TOKENS)
+        prompt = _last(await self.render(messages, _ending(fields)), _kept(keep, limits))
         self._check_prompt(prompt, "messages", limits)
         asked = fields.optional_integer("max_completion_tokens", 1, MAX_TOKENS)
         asked = asked or fields.optional_integer("max_tokens", 1, MAX_TOKENS)
         max_tokens = asked or _room(len(prompt), limits)
         self._check_total(prompt, max_tokens, limits)
-        options = self._options(fields, headers, max_tokens, logprobs)
+        grammar = await read_form(fields, self.settings.grammars)
+        options = self._options(fields, headers, max_tokens, logprobs, grammar)
         return_token_ids = fields.flag("return_token_ids")
         names = _names("chatcmpl", request_id)
         generation = self._generation(fields, names, (prompt,), options, arrived_at, caller)
         return Ask(
             generation,
             is_chat=True,
-            stream=stream,
-            include_usage=include_usage,
+            streaming=streaming,
             return_token_ids=return_token_ids,
             num_top=logprobs or 0,
             caller=caller,
@@ -177,7 +187,8 @@ class Intake:
         fields = _fields(body)
         self.check_model(fields.text("model"))
         if fields.raw("messages") is not None:
-            return await self.render(self._messages(fields.raw("messages")))
+            messages = self._messages(fields.raw("messages"))
+            return await self.render(messages, _ending(fields))
         special = fields.flag("add_special_tokens", True)
         text = fields.raw("prompt")
         if text is None:
@@ -197,19 +208,23 @@ class Intake:
             return tuple(encode(text, add_special_tokens=add_special_tokens))
         return tuple(await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens))
 
-    async def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], ending: str = "answer"
+    ) -> tuple[int, ...]:
         """A conversation as the model wants to see it, in token ids."""
         try:
-            text = self._tokenizer.render(messages)
+            text = self._tokenizer.render(messages, add_generation_prompt=ending == "answer")
         except TemplateFailed as error:
             raise BadRequest(str(error), "messages") from error
+        if ending == "continue":
+            text = _without_end(text, messages[-1]["content"])
         self._check_length(text, "messages")
         return await self.encode(text, add_special_tokens=False)
 
     # ------------------------------------------------------------------ prompts
 
     async def _prompts(
-        self, prompt: Any, echo: bool
+        self, prompt: Any, echo: bool, keep: int | None
     ) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
         """The four shapes of OpenAI's ``prompt``; the texts too when they are to be echoed."""
         if prompt is None:
@@ -231,11 +246,13 @@ class Intake:
                 self._check_length(text, "prompt")
                 one = await self.encode(text, add_special_tokens=True)
             elif isinstance(item, Sequence):
+                item = _last(item, keep)
                 self._check_prompt(item, "prompt", self.gateway.limits())  # before looking at each
                 one = token_ids(item, self._tokenizer.vocab_size, "prompt")
                 text = self._tokenizer.decode(one, skip_special_tokens=False) if echo else ""
             else:
                 raise wrong("prompt", "mixes token ids with other things")
+            one = _last(one, keep)
             if not one:  # a tokenizer that adds a start token makes the empty text a prompt
                 raise wrong("prompt", "is empty: there is no token to continue from")
             ids.append(one)
@@ -312,6 +329,7 @@ class Intake:
         headers: Mapping[str, str] | None,
         max_tokens: int,
         logprobs: int | None,
+        grammar: str,
     ) -> Options:
         return read_options(
             fields,
@@ -320,6 +338,7 @@ class Intake:
             self._tokenizer,
             max_tokens=max_tokens,
             logprobs=logprobs,
+            grammar=grammar,
         )
 
     def _generation(
@@ -368,13 +387,14 @@ def _fields(body: Any) -> Fields:
     return Fields(body)
 
 
-def _streaming(fields: Fields) -> tuple[bool, bool]:
-    """Whether to stream, and whether usage comes with it."""
+def _streaming(fields: Fields) -> Streaming | None:
     stream = fields.flag("stream")
     options = fields.section("stream_options")
     if fields.raw("stream_options") is not None and not stream:
         raise wrong("stream_options", "is only allowed with stream: true")
-    return stream, options.flag("include_usage")
+    usage = options.flag("include_usage")
+    continuous = options.flag("continuous_usage_stats")
+    return Streaming(usage, usage and continuous) if stream else None
 
 
 def _names(prefix: str, request_id: str) -> tuple[str, str]:
@@ -385,6 +405,34 @@ def _names(prefix: str, request_id: str) -> tuple[str, str]:
     if not REQUEST_ID.fullmatch(request_id):
         raise wrong("request_id", "may hold 1 to 128 letters, digits and ._:/+=@-")
     return request_id, f"{request_id}~{token[:8]}"
+
+
+def _kept(keep: int | None, limits: Limits) -> int | None:
+    """How many of a prompt's last tokens are used; -1 means what the context takes."""
+    return limits.max_model_len - 1 if keep == -1 else keep
+
+
+def _last(prompt: Sequence[int], keep: int | None) -> tuple[int, ...]:
+    return tuple(prompt if keep is None else prompt[max(0, len(prompt) - keep) :])
+
+
+def _ending(fields: Fields) -> str:
+    """How the rendered conversation ends: with the start of an answer, with the last message as
+    it was, or with the last message left open."""
+    continues = fields.flag("continue_final_message")
+    answers = fields.flag("add_generation_prompt", not continues)
+    if continues and answers:
+        raise wrong("continue_final_message", "needs add_generation_prompt: false")
+    return "continue" if continues else "answer" if answers else "end"
+
+
+def _without_end(text: str, content: str) -> str:
+    """Up to the end of the last message's content, without what the template puts after it."""
+    content = content.strip()
+    found = text.rfind(content) if content else -1
+    if found < 0:
+        raise wrong("continue_final_message", "does not work with this message and template")
+    return text[: found + len(content)]
 
 
 def _content(content: Any, path: str) -> str:
@@ -417,9 +465,6 @@ def _refuse_tools(fields: Fields) -> None:
     if fields.raw("tools") and fields.raw("tool_choice") != "none":
         raise wrong("tools", "are not offered by this server")
     fields.raw("tool_choice")
-    form = fields.section("response_format")
-    if form.text("type", "text") != "text":
-        raise wrong("response_format", "other than text is not offered by this server")
 
 
 def _room(prompt_tokens: int, limits: Limits) -> int:

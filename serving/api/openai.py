@@ -240,7 +240,7 @@ class TokenResponse(Response):
 
     async def _work(self, send: Send) -> None:
         async with aclosing(self._intake.answer(self._ask)) as deltas:
-            if self._ask.stream:
+            if self._ask.streaming:
                 await self._send_stream(deltas, send)
             else:
                 await self._send_whole(deltas, send)

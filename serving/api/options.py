@@ -15,6 +15,7 @@ from workers.core.request import SLO, Sampling
 MAX_LOGPROBS = 20
 MAX_STOPS, MAX_STOP_CHARS = 16, 256
 MAX_STOP_IDS = 256
+MAX_BAD_WORDS = 128
 MAX_TOKENS = 2**31 - 1
 MAX_BIAS = 100.0
 MAX_SALT_CHARS = 256
@@ -45,6 +46,7 @@ def read_options(
     *,
     max_tokens: int,
     logprobs: int | None,
+    grammar: str = "",
 ) -> Options:
     """Raises BadRequest with the name of the first field that is wrong."""
     placement = fields.section("evenflow")
@@ -64,6 +66,9 @@ def read_options(
         repetition_penalty=_above_zero(fields, "repetition_penalty", 100.0),
         logit_bias=_logit_bias(fields.raw("logit_bias"), tokenizer.vocab_size),
         stop_ids=stop_ids | eos_ids,
+        allowed_ids=_allowed_ids(fields, tokenizer.vocab_size),
+        bad_words=_bad_words(fields, tokenizer),
+        grammar=grammar,
         logprobs=logprobs,
     )
     return Options(
@@ -105,6 +110,28 @@ def _stop_ids(fields: Fields, vocab_size: int) -> frozenset[int]:
     if len(ids) > MAX_STOP_IDS:
         raise fields.wrong("stop_token_ids", f"may hold at most {MAX_STOP_IDS} ids")
     return frozenset(ids)
+
+
+def _allowed_ids(fields: Fields, vocab_size: int) -> frozenset[int]:
+    given = fields.raw("allowed_token_ids")
+    ids = token_ids(() if given is None else given, vocab_size, "allowed_token_ids")
+    if given is not None and not ids:
+        raise fields.wrong("allowed_token_ids", "allows nothing")
+    return frozenset(ids)
+
+
+def _bad_words(fields: Fields, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Each as it is written at the start of a text and, as vLLM has it, after a space."""
+    words = fields.raw("bad_words") or ()
+    if isinstance(words, str) or not isinstance(words, Sequence) or len(words) > MAX_BAD_WORDS:
+        raise fields.wrong("bad_words", f"must be a list of at most {MAX_BAD_WORDS} strings")
+    found = []
+    for word in words:
+        if not 0 < len(as_text(word, "bad_words")) <= MAX_STOP_CHARS:
+            raise fields.wrong("bad_words", f"must have 1 to {MAX_STOP_CHARS} characters each")
+        for text in (word, " " + word.lstrip()):
+            found.append(tuple(tokenizer.encode(text, add_special_tokens=False)))
+    return tuple(dict.fromkeys(ids for ids in found if ids))
 
 
 def _stops(value: Any) -> tuple[str, ...]:

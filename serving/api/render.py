@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from serving.api.intake import Ask
+from serving.api.intake import Ask, Streaming
 from serving.errors import RequestFailed
 from serving.generation import Delta, Final, TokenLogprobs, TokenText, Trace, Usage
 
@@ -67,7 +67,9 @@ class Stream:
 
     def __init__(self, ask: Ask, model: str) -> None:
         self._ask = ask
+        self._streaming = ask.streaming or Streaming()
         self._started: set[int] = set()
+        self._num_tokens = 0
         kind = "chat.completion.chunk" if ask.is_chat else "text_completion"
         head = {"id": ask.generation.id, "object": kind, "created": int(time.time())}
         self._head = "data: " + dumps({**head, "model": model})[:-1]
@@ -75,6 +77,7 @@ class Stream:
     def events(self, delta: Delta) -> bytes:
         """Everything to send for one delta: the role and echo before the first of a choice."""
         parts = []
+        self._num_tokens += len(delta.token_ids)
         is_first = delta.index not in self._started
         if is_first:
             self._started.add(delta.index)
@@ -86,10 +89,15 @@ class Stream:
             choice = _text_choice(delta.index, delta.text, [delta], self._ask, offset)
         if is_first and self._ask.return_token_ids:
             choice["prompt_token_ids"] = _prompt(self._ask, delta.index)
-        parts.append(self._chunk([choice], delta.final))
-        if delta.final is not None and self._ask.include_usage:
+        so_far = {"usage": self._usage_so_far()} if self._streaming.continuous_usage else None
+        parts.append(self._chunk([choice], delta.final, so_far))
+        if delta.final is not None and self._streaming.usage:
             parts.append(self._chunk([], None, {"usage": usage_object(delta.final.usage)}))
         return "".join(parts).encode()
+
+    def _usage_so_far(self) -> Json:
+        num_prompt = sum(map(len, self._ask.generation.prompts))
+        return usage_object(Usage(num_prompt, self._num_tokens, 0))
 
     def _first(self, index: int) -> str:
         if self._ask.is_chat:

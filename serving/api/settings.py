@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from serving.auth import Keyring
 from workers.core.request import SLO
+from workers.grammar import Grammars
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,4 +17,5 @@ class FrontSettings:
     max_n: int = 16
     slo: SLO = field(default_factory=SLO)
     debug: bool = False  # requests may pin their workers
+    grammars: Grammars | None = None  # None: answers have no form
     keys: Keyring = field(default_factory=Keyring)  # an empty one: everybody may

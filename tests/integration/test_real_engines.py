@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import random
 import time
 from collections.abc import AsyncIterator, Callable
@@ -331,3 +332,30 @@ async def test_a_thousand_requests_with_random_aborts(evenflow):
     assert set(fates) == {"ok", "left"}
     with evenflow.client() as client:
         assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("mode", ["mixed", "disaggregated"])
+def test_an_answer_has_the_form_that_was_asked_for(evenflow: Running, mode: str) -> None:
+    """The same one in both modes: the form moves with the request."""
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["Ada", "Bob"]}, "ok": {"type": "boolean"}},
+        "required": ["name", "ok"],
+        "additionalProperties": False,
+    }
+    body = {
+        "messages": [{"role": "user", "content": "Who?"}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        "max_tokens": 200,
+        "seed": 11,
+    }
+    with evenflow.client() as client:
+        texts = [
+            client.post("/v1/chat/completions", json={**body, "evenflow": {"mode": one}}).json()[
+                "choices"
+            ][0]["message"]["content"]
+            for one in (mode, "mixed")
+        ]
+    assert texts[0] == texts[1]
+    value = json.loads(texts[0])
+    assert value.keys() == {"name", "ok"} and value["name"] in ("Ada", "Bob")

@@ -30,6 +30,9 @@ class Sampling:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     stop_ids: frozenset[int] = frozenset()  # with the model's end tokens unless ignored
+    allowed_ids: frozenset[int] = frozenset()  # nothing else can be sampled; empty: everything can
+    bad_words: tuple[tuple[int, ...], ...] = ()  # whose last token is not sampled after the others
+    grammar: str = ""  # as ``workers.grammar`` makes it: the answer has this form
     logprobs: int | None = None  # alternatives reported with each token; 0: the chosen one only
 
 
