@@ -88,7 +88,7 @@ def serve(
     grpc_port: Annotated[int | None, Flag(help="[9000]; 0 takes a free one.")] = None,
     slo_ttft: Annotated[str | None, Flag(help="Promised time to first token. [2s]")] = None,
     slo_itl: Annotated[str | None, Flag(help="Promised gap between tokens. [100ms]")] = None,
-    state: Annotated[str | None, Flag(help="Where shared state lives: memory.")] = None,
+    state: Annotated[str | None, Flag(help="memory, or redis://host:6379 to share it.")] = None,
     ray: Annotated[
         str | None, Flag(help="auto (join a running Ray or start one), local, or an address.")
     ] = None,

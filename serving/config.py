@@ -128,8 +128,8 @@ class Config:
             raise ConfigError("mixed, prefill, decode: at least one worker is needed")
         if self.http_port == self.grpc_port != 0:
             raise ConfigError(f"grpc_port: {self.grpc_port} is the HTTP port already")
-        if self.state != "memory":
-            raise ConfigError(f"state: {self.state!r} is not offered here; use memory")
+        if not re.fullmatch(r"memory|(rediss?|unix)://\S+", self.state):
+            raise ConfigError(f"state: {self.state!r} is neither memory nor redis://host:port")
         if not re.fullmatch(r"auto|local|[^:/]+:\d+", self.ray):
             raise ConfigError(f"ray: {self.ray!r} is neither auto, local nor host:port")
         if self.slo.ttft_s <= 0 or self.slo.itl_s <= 0:

@@ -22,6 +22,7 @@ from serving.channel import ChannelPools
 from serving.config import Config, ConfigError, TlsConfig, is_loopback, served_name
 from serving.gateway import Gateway
 from serving.http_server import HttpServer
+from serving.state import MemoryStore, StateStore
 from serving.tokenizer import Tokenizer
 from workers.core.request import SLO
 from workers.grammar import Grammars
@@ -46,7 +47,10 @@ class FrontDoor:
         self.pools = ChannelPools(stall_timeout_s=config.stall_timeout_s, token=token)
         tokenizer = Tokenizer.load(folder)
         name = served_name(config)
-        self.gateway = Gateway(self.pools, tokenizer, model=name, max_queue=config.max_queue)
+        self._store = _store(config, name)
+        self.gateway = Gateway(
+            self.pools, tokenizer, model=name, max_queue=config.max_queue, store=self._store
+        )
         settings = FrontSettings(
             model=name,
             max_body_bytes=config.max_body_bytes,
@@ -97,6 +101,15 @@ class FrontDoor:
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
         await self.pools.close()
+        await self._store.close()
+
+
+def _store(config: Config, name: str) -> StateStore:
+    if config.state == "memory":
+        return MemoryStore()
+    from serving.redis_store import RedisStore  # an extra of this package
+
+    return RedisStore(config.state, name)
 
 
 def _grpc_tls(tls: TlsConfig) -> ServerTls | None:

@@ -28,6 +28,10 @@ class StateStore(Protocol):
         """Every living key that starts with ``prefix``."""
         ...
 
+    async def close(self) -> None:
+        """The last call."""
+        ...
+
 
 class MemoryStore:
     """A bounded dictionary: the oldest entries make room for new ones."""
@@ -57,6 +61,18 @@ class MemoryStore:
 
     async def delete(self, key: str) -> None:
         self._entries.pop(key, None)
+
+    async def close(self) -> None:
+        """Nothing to let go of."""
+
+    def living(self) -> dict[str, tuple[float, Value]]:
+        """Everything with the seconds that it has left, oldest first."""
+        now = self._clock()
+        return {
+            key: (expires_at - now, dict(value))
+            for key, (expires_at, value) in self._entries.items()
+            if expires_at > now
+        }
 
     async def scan(self, prefix: str) -> dict[str, Value]:
         now = self._clock()

@@ -25,10 +25,13 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 20_000,
     "max_grammar_size": 100_000,
 }
+JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\n]{1,20}"}
 
 
 def from_schema(schema: Mapping[str, Any] | bool) -> str:
-    return json.dumps({"grammars": [{"json_schema": schema}]})
+    """As indented as a model likes, but not for ever: some never leave the white space."""
+    text = json.dumps(schema)
+    return str(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS))
 
 
 def from_regex(pattern: str) -> str:

@@ -117,7 +117,7 @@ def test_what_is_no_evenflow_is_named(server: str, monkeypatch: pytest.MonkeyPat
         (("--mixed", "0", "--prefill", "0"), "at least one worker"),
         (("--slo-itl", "soon"), "slo.itl: 'soon' is not a duration"),
         (("--max-num-seqs", "0"), "max_num_seqs: 0 is not between"),
-        (("--state", "redis://localhost"), "state: 'redis://localhost'"),
+        (("--state", "redis"), "state: 'redis' is neither"),
         (("--config", "nowhere.yaml"), "config file nowhere.yaml: No such file"),
     ],
 )

@@ -42,7 +42,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("{mixed: 0, prefill: 0}", "at least one worker"),
         ("slo: {itl: fast}", "slo.itl: 'fast' is not a duration"),
         ("slo: 3", "slo: 3 is not a mapping"),
-        ("state: redis://localhost", "state: 'redis://localhost'"),
+        ("state: redis", "state: 'redis' is neither memory nor redis://"),
         ("ray: nonsense", "ray: 'nonsense' is neither auto, local nor host:port"),
         ("- 1\n- 2", "a mapping of keys to values is expected"),
         ("a: [", "config file"),

@@ -48,6 +48,19 @@ def test_noise_held_to_a_schema_is_valid_json(seed: int) -> None:
     assert isinstance(value["age"], int) and value["age"] <= 150
 
 
+def test_white_space_ends() -> None:
+    """Some models would indent for ever."""
+    matcher = GRAMMARS.matcher(grammars.from_schema(SCHEMA))
+    output = TOKENIZER.encode("{ ", add_special_tokens=False)
+    for _ in range(60):
+        allowed = matcher.allowed(output)
+        assert allowed is not None
+        if not allowed[output[-1]]:
+            break
+        output.append(output[-1])
+    assert 10 < len(output) < 40
+
+
 def test_regular_expressions_choices_and_greedy() -> None:
     assert re.fullmatch(r"[ab]{3}-\d\d", generate(grammars.from_regex(r"[ab]{3}-\d\d"), 1))
     choices = ['yes "indeed"', "no", "vielleicht ü"]
