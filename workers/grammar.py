@@ -49,7 +49,7 @@ def from_lark(text: str) -> str:
 
 
 class Grammars:
-    """For one model's vocabulary. Built when the first grammar is asked for; any thread."""
+    """For one model's vocabulary. Any thread."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_ids: Iterable[int]) -> None:
         self._json, self._vocab_size, self._eos_ids = tokenizer, vocab_size, sorted(eos_ids)
@@ -59,9 +59,16 @@ class Grammars:
     @classmethod
     def load(cls, folder: Path, vocab_size: int, eos_ids: Iterable[int]) -> "Grammars | None":
         """None when the folder has no tokenizer or no end: then no form can be asked for."""
-        path = folder / "tokenizer.json"
-        ids = frozenset(eos_ids)
-        return cls(path.read_text("utf-8"), vocab_size, ids) if path.is_file() and ids else None
+        path, ids = folder / "tokenizer.json", frozenset(eos_ids)
+        if not path.is_file() or not ids:
+            return None
+        grammars = cls(path.read_text("utf-8"), vocab_size, ids)
+        threading.Thread(target=grammars.warm, name="vocabulary", daemon=True).start()
+        return grammars
+
+    def warm(self) -> None:
+        """Build what every grammar needs: about a second, once."""
+        self._vocabulary()
 
     def problem(self, grammar: str) -> str:
         """Why it cannot be used; "" when it can. Takes as long as building it."""

@@ -36,6 +36,7 @@ async def read_form(fields: Fields, known: grammars.Grammars | None) -> str:
     if len(grammar) > grammars.MAX_CHARS:
         raise BadRequest(f"{param} has more than {grammars.MAX_CHARS} characters", param)
     loop = asyncio.get_running_loop()
+    await loop.run_in_executor(_checker, known.warm)
     try:
         async with asyncio.timeout(CHECK_TIMEOUT_S):
             problem = await loop.run_in_executor(_checker, known.problem, grammar)
