@@ -6,6 +6,7 @@ It knows neither HTTP nor gRPC (``serving.api`` does) nor how tokens travel (``P
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
@@ -38,6 +39,7 @@ from workers.core.request import Request
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3  # workers that one sequence may lose
+RECENT = 50  # ended calls that are shown
 EXPLAIN_S = 600.0  # how long the trace of a finished request is kept
 
 
@@ -114,6 +116,7 @@ class Gateway:
         self._max_queue = max_queue
         self._store: StateStore = store or MemoryStore()
         self._calls: dict[str, _Call] = {}
+        self._recent: deque[tuple[str, dict[str, Any]]] = deque(maxlen=RECENT)
         self._in_flight = InFlight()
         self._num_unanswered = 0  # sequences without a token yet
         self._is_draining = False
@@ -371,7 +374,9 @@ class Gateway:
         if call.outcome == "aborted":
             self.metrics.aborted()
         await asyncio.gather(*call.tasks, return_exceptions=True)
-        await self._store.set(f"request:{call.generation.call_id}", _explanation(call), EXPLAIN_S)
+        explanation = _explanation(call)
+        self._recent.appendleft((call.generation.tenant, explanation))
+        await self._store.set(f"request:{call.generation.call_id}", explanation, EXPLAIN_S)
 
     # ------------------------------------------------------------------ what others ask
 
@@ -408,6 +413,10 @@ class Gateway:
             return _explanation(call)
         stored = await self._store.get(f"request:{name}")
         return None if stored is None else dict(stored)
+
+    def recent(self, tenant: str = "") -> list[dict[str, Any]]:
+        """The traces of the last calls that ended here, newest first."""
+        return [explanation for owner, explanation in self._recent if owner == tenant]
 
     def limits(self) -> Limits:
         """Raises Unavailable while no worker is attached."""

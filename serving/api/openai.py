@@ -13,10 +13,11 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import aclosing
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NoReturn
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from serving import metrics as prometheus
@@ -55,6 +56,13 @@ MAX_HEADERS, MAX_HEAD_BYTES = 100, 32 << 10
 MAX_JSON_NODES, MAX_JSON_ITEMS = 50_000, 1_000_000  # parsed JSON takes far more room than its text
 MAX_SMALL_BYTES = 4096
 BODY_S = 30.0  # to receive a body
+DECISIONS = 12  # shown with the status
+DECISION = ("request_id", "mode", "reason", "outcome")
+PAGE = (Path(__file__).parents[1] / "page" / "index.html").read_text(encoding="utf-8")
+PAGE_POLICY = (  # it loads nothing, and asks this server only
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'"
+)
 HEADERS = ("x-evenflow-mode", "x-slo-ttft-ms", "x-slo-itl-ms", "x-evenflow-worker")
 
 
@@ -175,11 +183,19 @@ def _add_probes(app: FastAPI, gateway: Gateway) -> None:
 def _add_evenflow(app: FastAPI, intake: Intake) -> None:
     gateway = intake.gateway
 
+    @app.get("/")
+    async def page() -> Response:
+        return HTMLResponse(PAGE, headers={"content-security-policy": PAGE_POLICY})
+
     @app.get("/v1/evenflow/status")
-    async def status() -> Response:
+    async def status(request: Request) -> Response:
         workers = [asdict(view) for view in gateway.pools.workers()]
+        recent = gateway.recent(request.scope[CALLER].tenant)[:DECISIONS]
+        decisions = [{name: call[name] for name in DECISION} for call in recent]
         calls = {"model": gateway.model, "num_calls": gateway.num_calls}
-        return JSONResponse({**calls, "ready": gateway.is_ready, "workers": workers})
+        return JSONResponse(
+            {**calls, "ready": gateway.is_ready, "workers": workers, "decisions": decisions}
+        )
 
     @app.get("/v1/evenflow/requests/{request_id:path}")
     async def explain(request: Request, request_id: str) -> Response:
