@@ -9,8 +9,6 @@ the tokens of the eight streams while the long prompt is prefilled. Prints a tab
 
 import argparse
 import asyncio
-import itertools
-import random
 import time
 
 import httpx
@@ -19,16 +17,11 @@ from rich.table import Table
 
 from bench.client import open_client, stream
 from bench.plot import plot_gaps
-from bench.report import RESULTS, Record, percentile, save
+from bench.report import RESULTS, Record, gaps_within, percentile, save
 from bench.server import serving
+from bench.workloads import prompt_of
 
-VOCAB = 49152
 MIXED = {"mode": "mixed"}
-
-
-def prompt_of(num_tokens: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1000, VOCAB) for _ in range(num_tokens)]
 
 
 async def offer_load(url: str, args: argparse.Namespace) -> list[Record]:
@@ -57,7 +50,7 @@ def run(policy: str, args: argparse.Namespace) -> tuple[list[Record], dict[str, 
         raise SystemExit(f"{policy}: " + "; ".join(failed))
     *streams, long = records
     gaps = [gap for record in streams for gap in record.gaps_s]
-    during = [gap for record in streams for gap in _gaps_during(record, long)]
+    during = gaps_within(streams, long.sent_at, long.token_times[0])
     row: dict[str, object] = {
         "policy": policy,
         "budget": args.budget,
@@ -71,14 +64,6 @@ def run(policy: str, args: argparse.Namespace) -> tuple[list[Record], dict[str, 
         "longest_short_ttft_s": round(max(r.ttft_s for r in streams), 3),
     }
     return records, row
-
-
-def _gaps_during(record: Record, long: Record) -> list[float]:
-    """Gaps that overlap the prefill of the long prompt."""
-    times = record.token_times
-    return [
-        b - a for a, b in itertools.pairwise(times) if b > long.sent_at and a < long.token_times[0]
-    ]
 
 
 def show(rows: list[dict[str, object]]) -> None:

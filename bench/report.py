@@ -5,9 +5,10 @@ import json
 import math
 import os
 import platform
+import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,7 @@ class Record:
     token_times: list[float] = field(default_factory=list)  # one per token, never per chunk
     error: str | None = None
     evenflow: dict[str, object] = field(default_factory=dict)  # where it ran and why
+    num_prompt_tokens: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -41,6 +43,57 @@ def percentile(values: Sequence[float], percent: float) -> float:
         return float("nan")
     ranked = sorted(values)
     return ranked[max(0, math.ceil(len(ranked) * percent / 100) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What one request was promised."""
+
+    ttft_s: float
+    gap_s: float  # the p99 of the request's gaps stays below
+
+    def is_met_by(self, record: Record) -> bool:
+        """A request with an error meets nothing."""
+        if record.error is not None or not record.token_times or record.ttft_s > self.ttft_s:
+            return False
+        return not record.gaps_s or percentile(record.gaps_s, 99) < self.gap_s
+
+
+def goodput(records: Sequence[Record], slo_of: Callable[[Record], Slo], window_s: float) -> float:
+    """Requests per second of the arrival window that got what they were promised."""
+    return sum(slo_of(record).is_met_by(record) for record in records) / window_s
+
+
+def tokens_per_s(records: Sequence[Record], from_s: float, to_s: float) -> float:
+    """Tokens that arrived in this window, over all records."""
+    arrived = sum(from_s <= at < to_s for record in records for at in record.token_times)
+    return arrived / (to_s - from_s)
+
+
+def gaps_within(records: Sequence[Record], from_s: float, to_s: float) -> list[float]:
+    """Every gap that overlaps this window, with its whole length."""
+    return [
+        b - a
+        for record in records
+        for a, b in itertools.pairwise(record.token_times)
+        if b > from_s and a < to_s
+    ]
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median and spread of what was measured several times."""
+    shown = {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+    }
+    return {key: float(f"{value:.4g}") for key, value in shown.items()} | {"num": len(values)}
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table, first column to the left, figures to the right."""
+    lines = [header, [":--", *["--:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def machine() -> dict[str, object]:

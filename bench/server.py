@@ -1,19 +1,45 @@
-"""A server for one benchmark: `evenflow serve` in a process of its own, on free ports."""
+"""A server for one benchmark: a process of its own, started, watched until ready, and ended.
+
+It knows processes, not engines. Everything that a server starts carries a mark in its environment,
+by which its memory is summed and its leftovers are found.
+"""
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import httpx
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
+KILL_TIMEOUT_S = 10.0
+LOG_TAIL = 3000
+MARK = "EVENFLOW_BENCH_SERVER"
+
+
+class StartError(RuntimeError):
+    """The server did not come up; the message ends with the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    url: str
+    start_up_s: float  # process started to the first answer of its readiness probe
+    mark: str
+
+    def memory_bytes(self) -> int:
+        """Of all its processes now, shared pages counted once."""
+        return sum(_memory_bytes(pid) for pid in processes(self.mark))
 
 
 def free_port() -> int:
@@ -24,36 +50,86 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def serving(*flags: str) -> Iterator[str]:
-    """Start a server with these `evenflow serve` flags; the URL of its HTTP door.
+    """Start Evenflow with these `evenflow serve` flags; the URL of its HTTP door."""
+    port = free_port()
+    with running(evenflow_command(port, flags), port, "/ready") as server:
+        yield server.url
 
-    Raises RuntimeError with the end of its log when it does not come up. Whatever it started
-    ends with it."""
-    http_port = free_port()
+
+def evenflow_command(port: int, flags: Sequence[str]) -> list[str]:
     evenflow = Path(sys.executable).with_name("evenflow")  # of this virtual environment
-    command = [str(evenflow), "serve", "--http-port", str(http_port)]
-    command += ["--grpc-port", str(free_port()), *flags]
+    ports = ["--http-port", str(port), "--grpc-port", str(free_port())]
+    return [str(evenflow), "serve", *ports, *flags]
+
+
+@contextlib.contextmanager
+def running(
+    command: Sequence[str],
+    port: int,
+    ready_path: str,
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = START_TIMEOUT_S,
+) -> Iterator[Server]:
+    """Run ``command`` until the block ends. Whatever it started ends with it.
+
+    Raises StartError when it ends or is silent before ``ready_path`` answers 200."""
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, **(env or {}), MARK: mark}
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        started = time.monotonic()
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
         try:
-            url = f"http://127.0.0.1:{http_port}"
-            _wait_until_ready(url, process)
-            yield url
-        except TimeoutError as error:
-            log.seek(0)
-            raise RuntimeError(f"the server did not start:\n{log.read()[-3000:]}") from error
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_ready(url + ready_path, process, log, timeout_s)
+            yield Server(url, time.monotonic() - started, mark)
         finally:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            _stop(process, mark)
 
 
-def _wait_until_ready(url: str, process: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
+def _wait_until_ready(
+    url: str, process: "subprocess.Popen[bytes]", log: IO[str], timeout_s: float
+) -> None:
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
+            if httpx.get(url, timeout=5).status_code == 200:
                 return
         time.sleep(0.2)
-    raise TimeoutError(url)
+    log.seek(0)
+    raise StartError(f"{url} did not answer:\n{log.read()[-LOG_TAIL:]}")
+
+
+def _stop(process: "subprocess.Popen[bytes]", mark: str) -> None:
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while (left := processes(mark)) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def processes(mark: str) -> list[int]:
+    """Processes that were started with this mark in their environment."""
+    wanted, found = f"{MARK}={mark}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is not ours
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def _memory_bytes(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0

@@ -31,7 +31,7 @@ def resolve(model: str | None = None) -> Path:
     A GGUF file is converted once and kept in the cache. ModelError says what is wrong in one line.
     """
     if not model:
-        return gguf.convert(_demo_file())
+        return gguf.convert(demo_file())
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -101,7 +101,7 @@ def _checked(folder: Path) -> Path:
     return folder
 
 
-def _demo_file() -> Path:
+def demo_file() -> Path:
     spec = importlib.util.find_spec(DEMO_PACKAGE)  # found, never imported: it needs llama-cpp
     folders = spec.submodule_search_locations if spec else None
     files = sorted(Path(folders[0]).glob("*.gguf")) if folders else []
