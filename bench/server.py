@@ -25,6 +25,7 @@ STOP_TIMEOUT_S = 60.0
 KILL_TIMEOUT_S = 10.0
 LOG_TAIL = 3000
 MARK = "EVENFLOW_BENCH_SERVER"
+NOT_INHERITED = {"OMP_NUM_THREADS"}  # a server knows how many threads it was given
 
 
 class StartError(RuntimeError):
@@ -75,7 +76,8 @@ def running(
 
     Raises StartError when it ends or is silent before ``ready_path`` answers 200."""
     mark = uuid.uuid4().hex
-    environment = {**os.environ, **(env or {}), MARK: mark}
+    inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
+    environment = {**inherited, **(env or {}), MARK: mark}
     with tempfile.TemporaryFile("w+") as log:
         started = time.monotonic()
         process = subprocess.Popen(
