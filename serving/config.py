@@ -112,6 +112,7 @@ class Config:
     transfer_timeout_s: float = 5.0
     stall_timeout_s: float = 60.0  # a worker without progress for this long counts as lost
     drain_s: float = 60.0  # how long a worker that is being stopped may finish its streams
+    placement: Literal["any", "labelled"] = "any"  # labelled: pools on nodes that offer their name
     cluster_token_file: str = ""  # kept across deployments; empty: a new token for each
     # elsewhere
     ray: str = "auto"  # join a running Ray or start one; "local": start one; else its address

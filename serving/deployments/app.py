@@ -98,20 +98,25 @@ def build_app(config: Config, *, is_local: bool, num_gpus: float = 0.0) -> serve
     by a token that is made here, or is kept in a file for deployments that replace each other.
     """
     token = _token(config.cluster_token_file)
-    actor: dict[str, Any] = {"num_cpus": 0, "resources": _here() if is_local else {}}
-    worker = {**actor, "num_gpus": num_gpus}
     router = {"request_router_class": ROUTER}
     pools = {
-        role: _deployment(WorkerReplica, role, config, worker)
+        role: _deployment(WorkerReplica, role, config, _actor(config, role, is_local, num_gpus))
         .options(num_replicas=config.count(role), request_router_config=router)
         .bind(config, role, is_local, token)
         for role in ROLES
         if config.count(role)
     }
-    app: serve.Application = _deployment(GatewayReplica, GATEWAY, config, actor).bind(
-        config, pools, token
-    )
+    gateway = _deployment(GatewayReplica, GATEWAY, config, _actor(config, GATEWAY, is_local))
+    app: serve.Application = gateway.bind(config, pools, token)
     return app
+
+
+def _actor(config: Config, pool: str, is_local: bool, num_gpus: float = 0.0) -> dict[str, Any]:
+    """What Ray has to offer where a replica lives."""
+    resources = _here() if is_local else {}
+    if config.placement == "labelled":
+        resources[f"{APP}_{pool}"] = 0.001
+    return {"num_cpus": 0, "num_gpus": num_gpus, "resources": resources}
 
 
 def _deployment(

@@ -127,7 +127,7 @@ class Launch:
         for attempt in range(1, INIT_ATTEMPTS + 1):
             try:
                 self._init(address="local", include_dashboard=False, num_cpus=_num_cpus())
-            except (RuntimeError, OSError, RayError, TimeoutError) as error:
+            except Exception as error:  # Ray's own "timed out during startup" is of no other class
                 ray.shutdown()
                 if attempt == INIT_ATTEMPTS:
                     raise LaunchError(f"Ray does not start: {_first_line(error)}") from None
