@@ -110,6 +110,7 @@ class Config:
     # what may go wrong
     lease_s: float = 30.0  # pages handed off are kept this long for a receiver that is silent
     transfer_timeout_s: float = 5.0
+    early_fetch: bool = True  # pages move to a decode worker while the prompt is still computed
     stall_timeout_s: float = 60.0  # a worker without progress for this long counts as lost
     drain_s: float = 60.0  # how long a worker that is being stopped may finish its streams
     placement: Literal["any", "labelled"] = "any"  # labelled: pools on nodes that offer their name

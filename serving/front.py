@@ -49,7 +49,12 @@ class FrontDoor:
         name = served_name(config)
         self._store = _store(config, name)
         self.gateway = Gateway(
-            self.pools, tokenizer, model=name, max_queue=config.max_queue, store=self._store
+            self.pools,
+            tokenizer,
+            model=name,
+            max_queue=config.max_queue,
+            early_fetch=config.early_fetch,
+            store=self._store,
         )
         settings = FrontSettings(
             model=name,

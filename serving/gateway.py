@@ -105,6 +105,7 @@ class Gateway:
         *,
         model: str,
         max_queue: int = 256,
+        early_fetch: bool = True,
         store: StateStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -114,6 +115,7 @@ class Gateway:
         self.clock = clock
         self.metrics = Metrics(model, pools.workers)
         self._max_queue = max_queue
+        self._early_fetch = early_fetch
         self._store: StateStore = store or MemoryStore()
         self._calls: dict[str, _Call] = {}
         self._recent: deque[tuple[str, dict[str, Any]]] = deque(maxlen=RECENT)
@@ -229,7 +231,7 @@ class Gateway:
 
     def _reserve(self, seq: _Seq, decision: RouteDecision, promise: KVHandle) -> None:
         """The decode worker may fetch pages while the prefill worker computes the rest."""
-        if decision.is_split and self.moves.takes_new(decision.decode):
+        if self._early_fetch and decision.is_split and self.moves.takes_new(decision.decode):
             seq.touched.append((decision.decode, seq.request.id))
             early = Submission(seq.request, tuple(seq.output), handle=promise, early=True)
             self.pools.reserve(decision.decode, early)
