@@ -78,7 +78,7 @@ def raw_bandwidth() -> float:
 
 
 def run(dtype: str, early: bool, args: argparse.Namespace) -> dict[int, list[float]]:
-    flags = ["--mixed", "0", "--prefill", "1", "--decode", "1", "--dtype", dtype]
+    flags = ["--ray", "local", "--mixed", "0", "--prefill", "1", "--decode", "1", "--dtype", dtype]
     flags += ["--max-num-batched-tokens", str(args.budget), "--num-pages", "1024"]
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"

@@ -19,6 +19,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from torch import Tensor
 from kvtransfer.control import NoLease, NoPair, PagesClient
 from kvtransfer.core.handle import KVHandle, KVLayout
 from kvtransfer.deadline import Deadline
+from kvtransfer.faults import FaultySource, PageFaults
 from kvtransfer.leases import Leases
 from kvtransfer.messages import layout_to_wire
 from kvtransfer.pair import Pair
@@ -65,6 +67,7 @@ class CollectiveTransport:
         timeout_s: float,
         max_pairs: int = MAX_PAIRS,
         token: str = "",
+        faults: PageFaults | None = None,
     ) -> None:
         self._records = pool.view(pool.shape[0], -1)  # [page, elements of one page]
         self._layout = layout
@@ -79,7 +82,8 @@ class CollectiveTransport:
         self._lock = threading.Lock()
         self._is_closed = False
         self._client = PagesClient(max_channels=2 * max_pairs, token=token)
-        self.endpoint = PageSource(
+        make = PageSource if faults is None else partial(FaultySource, faults=faults)
+        self.endpoint: PageSource = make(
             pool,
             layout,
             leases,

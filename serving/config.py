@@ -118,6 +118,8 @@ class Config:
     # elsewhere
     ray: str = "auto"  # join a running Ray or start one; "local": start one; else its address
     state: str = "memory"
+    page_faults: str = ""  # for tests: "drop=0.05 flip=0.05 seed=3", see kvtransfer/faults.py
+    step_faults: str = ""  # for tests: "raise_at=20 freeze_at=90 freeze_s=2", see workers/faults.py
     debug: bool = False  # page ledgers and pinned workers for tests
 
     def __post_init__(self) -> None:

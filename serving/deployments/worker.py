@@ -12,13 +12,15 @@ from pathlib import Path
 
 from kvtransfer.collective import CollectiveTransport
 from kvtransfer.control import add_pages_service
+from kvtransfer.faults import PageFaults, read_faults
 from kvtransfer.leases import Leases
 from serving.channel import Identity, WorkerServer
 from serving.config import Config, Role
 from workers.core.pages import PagePool
 from workers.core.policy import Limits
 from workers.core.scheduler import Scheduler
-from workers.engine import Engine, Source
+from workers.engine import Engine, Executor, Source
+from workers.faults import FaultyExecutor, StepFaults
 from workers.runner import ModelRunner, load_runner
 from workers.threads import OnOneThread
 
@@ -102,11 +104,15 @@ class WorkerProcess:
             incarnation=self.incarnation,
             device=device,
             timeout_s=config.transfer_timeout_s,
+            faults=read_faults(PageFaults, config.page_faults) if config.page_faults else None,
             token=self._token,
         )
         add_pages_service(self._server.server, transport.endpoint)
+        executor: Executor = OnOneThread(runner, self._threads)
+        if config.step_faults:
+            executor = FaultyExecutor(executor, read_faults(StepFaults, config.step_faults))
         return Engine(
-            OnOneThread(runner, self._threads),
+            executor,
             Scheduler(
                 limits,
                 PagePool(cache.num_pages, cache.layout.page_size),
