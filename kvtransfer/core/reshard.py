@@ -1,7 +1,7 @@
 """Which KV heads go from which rank to which, between workers of unequal tensor-parallel sizes.
 
 A worker of ``tp_size`` ranks splits the heads evenly, in order. With more ranks than heads each
-head lies on several ranks in a row: any of them can send it, so the plan spreads receivers over them.
+head lies on several ranks in a row: any of them can send it, and receivers take turns.
 """
 
 from dataclasses import dataclass
