@@ -22,9 +22,9 @@ from rich.table import Table
 from torch import distributed
 
 from bench.client import open_client, stream
-from bench.interference import prompt_of
 from bench.report import RESULTS, percentile, save
 from bench.server import serving
+from bench.workloads import prompt_of
 from workers.models.config import ModelConfig
 from workers.weights import resolve
 
