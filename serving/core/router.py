@@ -12,8 +12,9 @@ Disaggregated has to be clearly cheaper, because it keeps two workers busy. Pred
 replace these costs once workers report a latency model.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 
 AUTO, MIXED, DISAGGREGATED = "auto", "mixed", "disaggregated"
 
@@ -21,6 +22,7 @@ HARM = 0.25  # of a prompt token, felt by each decode that it rides with
 MOVE_TOKENS = 32.0  # a hand-off, whatever its size
 MOVE = 0.1  # per prompt token handed off
 CROWD_TOKENS = 8.0  # per stream on the decode worker
+KEPT = 4  # workers weighed on each side; the rest cost more
 MARGIN = 0.8  # disaggregated costs at most this part of mixed, or stays mixed
 
 SERVE_MIXED = {"mixed": 0, "decode": 1, "prefill": 2}  # role -> rank, the least is preferred
@@ -106,10 +108,10 @@ def route(
         return _pinned(prompt_tokens, total_tokens, replicas, mode, pinned)
     usable = [r for r in replicas if r.id not in avoid] or list(replicas)
     mixed = [] if mode == DISAGGREGATED else _mixed(prompt_tokens, total_tokens, usable)
-    split = [] if mode == MIXED else _split(prompt_tokens, total_tokens, usable)
-    if mode == AUTO and mixed:  # two mixed workers share by routing, not by moving KV
-        roles = {r.id: r.role for r in usable}
-        split = [c for c in split if (roles[c.prefill], roles[c.decode]) != ("mixed", "mixed")]
+    split: list[Candidate] = []
+    if mode != MIXED:
+        share = mode == DISAGGREGATED or not mixed  # else mixed workers share by routing alone
+        split = _split(prompt_tokens, total_tokens, usable, share)
     if not mixed and not split:
         raise _no_route(prompt_tokens, total_tokens, usable, mode)
     return _decide(prompt_tokens, mixed, split, mode)
@@ -153,33 +155,62 @@ def _decide(
 def _mixed(prompt: int, total: int, replicas: Sequence[ReplicaView]) -> list[Candidate]:
     fit = [r for r in replicas if r.capacity >= total]
     rank = min((SERVE_MIXED[r.role] for r in fit), default=None)
-    return [_candidate(prompt, r, r) for r in fit if SERVE_MIXED[r.role] == rank]
+    fit = [r for r in fit if SERVE_MIXED[r.role] == rank]
+    best = nsmallest(KEPT, fit, key=lambda r: (_wait(prompt, r) + _crowd(r), _crowd(r), r.id))
+    return [_candidate(prompt, r, r) for r in best]
 
 
-def _split(prompt: int, total: int, replicas: Sequence[ReplicaView]) -> list[Candidate]:
+def _split(
+    prompt: int, total: int, replicas: Sequence[ReplicaView], share: bool
+) -> list[Candidate]:
+    """Pairs of the best rank. A pair costs what its halves cost, so the cheapest pair is one of
+    the cheapest halves; ``share`` lets two mixed workers be a pair."""
+    prefills = _cheapest(
+        [r for r in replicas if r.capacity >= prompt], lambda r: (_wait(prompt, r), r.id)
+    )
+    decodes = _cheapest(
+        [r for r in replicas if r.capacity >= total], lambda r: (_crowd(r) + _ride(r), r.id)
+    )
     pairs = [
         (SERVE_PREFILL[p.role] + SERVE_DECODE[d.role], p, d)
-        for p in replicas
-        for d in replicas
-        if p.id != d.id and p.capacity >= prompt and d.capacity >= total
+        for p in prefills
+        for d in decodes
+        if p.id != d.id and (share or (p.role, d.role) != ("mixed", "mixed"))
     ]
     best = min((rank for rank, _, _ in pairs), default=None)
     return [_candidate(prompt, p, d) for rank, p, d in pairs if rank == best]
 
 
+def _cheapest(
+    replicas: Sequence[ReplicaView], price: Callable[[ReplicaView], tuple[float, str]]
+) -> list[ReplicaView]:
+    """A few of each role."""
+    roles = {r.role for r in replicas}
+    by_role = ([r for r in replicas if r.role == role] for role in sorted(roles))
+    return [r for group in by_role for r in nsmallest(KEPT, group, key=price)]
+
+
+def _wait(prompt: int, p: ReplicaView) -> float:
+    return p.queued_tokens + prompt + HARM * p.decode_seqs * prompt
+
+
+def _crowd(d: ReplicaView) -> float:
+    return CROWD_TOKENS * (d.decode_seqs + d.waiting_seqs)
+
+
+def _ride(d: ReplicaView) -> float:
+    return HARM * d.queued_tokens
+
+
 def _candidate(prompt: int, p: ReplicaView, d: ReplicaView) -> Candidate:
-    crowd = CROWD_TOKENS * (d.decode_seqs + d.waiting_seqs)
-    move = 0.0
-    if p.id != d.id:
-        move = MOVE_TOKENS + MOVE * prompt
-        crowd += HARM * d.queued_tokens
+    is_split = p.id != d.id
     return Candidate(
         prefill=p.id,
         decode=d.id,
         wait=float(p.queued_tokens + prompt),
         harm=HARM * p.decode_seqs * prompt,
-        move=move,
-        crowd=crowd,
+        move=MOVE_TOKENS + MOVE * prompt if is_split else 0.0,
+        crowd=_crowd(d) + (_ride(d) if is_split else 0.0),
     )
 
 

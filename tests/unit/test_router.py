@@ -1,10 +1,21 @@
 """Where a request goes follows from loads and lengths alone, and the reason says so."""
 
+import random
+
 import pytest
 
 from serving.core.admission import admit
 from serving.core.inflight import InFlight
-from serving.core.router import NoRoute, ReplicaView, RouteDecision, route
+from serving.core.router import (
+    CROWD_TOKENS,
+    HARM,
+    MOVE,
+    MOVE_TOKENS,
+    NoRoute,
+    ReplicaView,
+    RouteDecision,
+    route,
+)
 from workers.core.output import Load
 
 
@@ -138,3 +149,24 @@ def test_retry_after_grows_with_the_queue_within_bounds() -> None:
         return refusal.retry_after_s
 
     assert (after(10, 0.01), after(10, 0.5), after(1000, 0.5)) == (1.0, 5.0, 30.0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_cheapest_pair_is_found_without_pricing_every_pair(seed: int) -> None:
+    rng = random.Random(seed)
+    load = {"queued_tokens": 3000, "decode_seqs": 9, "waiting_seqs": 4}
+    replicas = [
+        view(f"{rng.choice(('mixed', 'prefill', 'decode'))}-{i}",
+             **{key: rng.randrange(high) for key, high in load.items()})
+        for i in range(12)
+    ] + [view("prefill-x"), view("decode-x")]  # fmt: skip
+    prompt = rng.choice((20, 3000))
+
+    def cost(p: ReplicaView, d: ReplicaView) -> float:
+        wait = p.queued_tokens + prompt + HARM * p.decode_seqs * prompt
+        crowd = CROWD_TOKENS * (d.decode_seqs + d.waiting_seqs) + HARM * d.queued_tokens
+        return wait + crowd + MOVE_TOKENS + MOVE * prompt
+
+    ways = [(p, d) for p in replicas for d in replicas if (p.role, d.role) == ("prefill", "decode")]
+    decision = go(*replicas, prompt=prompt, total=prompt + 9, mode="disaggregated")
+    assert decision.candidates[0].cost == pytest.approx(min(cost(p, d) for p, d in ways))
