@@ -5,6 +5,8 @@ Exit codes: 0 done, 1 it failed, 2 it was asked for wrongly. Nothing heavy is im
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -217,3 +219,14 @@ def doctor(
         console.out.print_json(json.dumps(findings))
     if any(finding["state"] == "fail" for finding in findings):
         raise typer.Exit(1)
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def plan(context: typer.Context) -> None:
+    """Plan a cluster for a trace before buying it: mode, pools, budget, how many GPUs."""
+    # The planner is built on everything here, so it is a program of its own.
+    command = [sys.executable, "-P", "-m", "bench.plan", *context.args]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)
