@@ -82,7 +82,9 @@ def serve(
         int | None, Flag(help="Token budget of one step. [64 on a CPU, 2048 on a GPU]")
     ] = None,
     max_num_seqs: Annotated[int | None, Flag(help="Requests in one batch. [64]")] = None,
-    page_size: Annotated[int | None, Flag(help="Tokens per KV page. [16]")] = None,
+    page_size: Annotated[
+        int | None, Flag(help="Tokens per KV page. [16 on a CPU, 256 on a GPU]")
+    ] = None,
     num_pages: Annotated[int | None, Flag(help="KV pages of one worker. [by memory]")] = None,
     max_model_len: Annotated[int | None, Flag(help="Longest context. [the model's]")] = None,
     host: Annotated[str | None, Flag(help="Where to listen. [127.0.0.1]")] = None,

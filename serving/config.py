@@ -94,7 +94,7 @@ class Config:
     policy: Policy = "chunked"
     max_num_batched_tokens: int | None = None  # per step; None: 64 on a CPU, 2048 on CUDA
     max_num_seqs: int = 64
-    page_size: int = 16  # tokens
+    page_size: int | None = None  # tokens; None: 16 on a CPU, what its kernels take on CUDA
     num_pages: int | None = None  # None: by free memory
     prefix_caching: bool = True  # keep computed prefixes until their pages are needed
     # the front door

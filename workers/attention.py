@@ -3,10 +3,9 @@
 A backend knows pages, lengths and heads; it knows nothing of models, requests or schedules.
 """
 
-import importlib.util
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +14,6 @@ from workers.batch import AttentionMetadata, Span
 from workers.kvcache import KVCache
 
 PADDED_CONTEXT = 256  # decodes up to this long share one padded call, longer ones by 2x classes
-
-
-def default_attention(device: torch.device, dtype: torch.dtype) -> "AttentionBackend":
-    """flash-attn for 16-bit models on a GPU that has it installed, torch elsewhere."""
-    narrow = dtype in (torch.bfloat16, torch.float16)
-    if device.type == "cuda" and narrow and importlib.util.find_spec("flash_attn"):
-        return FlashAttention()
-    return TorchAttention()
 
 
 class AttentionPlan(Protocol):
@@ -170,67 +161,3 @@ def _single(span: Span, metadata: AttentionMetadata, dtype: torch.dtype) -> _Gro
         max_context=span.context,
         mask=mask,
     )
-
-
-class FlashAttention:
-    """flash-attn 2 on CUDA: one call for the decodes, whose work it splits along the context, and
-    one for the chunks.
-
-    Written to the library's documented contract and tested against that contract; it has not run
-    on a GPU yet. ``kernels`` is the flash_attn module.
-    """
-
-    name = "flash-attn"
-    page_size_multiple = 256
-
-    def __init__(self, kernels: Any = None) -> None:
-        if kernels is None:
-            import flash_attn  # only where there is a GPU
-
-            kernels = flash_attn
-        self._kernels = kernels
-
-    def plan(self, metadata: AttentionMetadata, dtype: torch.dtype) -> AttentionPlan:
-        return _FlashPlan(metadata, self._kernels)
-
-
-class _FlashPlan:
-    def __init__(self, metadata: AttentionMetadata, kernels: Any) -> None:
-        self._metadata, self._kernels = metadata, kernels
-        n = self._num_decodes = metadata.num_decodes
-        self._chunks = metadata.spans[n:]
-        self._starts = metadata.cu_seqlens_q[n:] - n  # a decode is one row
-        self._contexts = F.pad(metadata.seqused_k[n:].cumsum(0, dtype=torch.int32), (1, 0))
-
-    def store(self, k: torch.Tensor, v: torch.Tensor, cache: KVCache, layer: int) -> None:
-        _store(k, v, cache, layer, self._metadata)
-
-    def forward(self, q: torch.Tensor, cache: KVCache, layer: int) -> torch.Tensor:
-        keys = cache.keys[layer].transpose(1, 2)  # [page, page_size, kv_head, head_dim]
-        values = cache.values[layer].transpose(1, 2)
-        n, metadata = self._num_decodes, self._metadata
-        parts = []
-        if n:
-            decoded = self._kernels.flash_attn_with_kvcache(
-                q[:n].unsqueeze(1),
-                keys,
-                values,
-                cache_seqlens=metadata.seqused_k[:n],
-                block_table=metadata.page_table[:n],
-                causal=True,
-            )
-            parts.append(decoded.squeeze(1))
-        if self._chunks:
-            attended = self._kernels.flash_attn_varlen_func(
-                q[n:],
-                keys,
-                values,
-                cu_seqlens_q=self._starts,
-                cu_seqlens_k=self._contexts,
-                max_seqlen_q=max(span.length for span in self._chunks),
-                max_seqlen_k=max(span.context for span in self._chunks),
-                causal=True,
-                block_table=metadata.page_table[n:],
-            )
-            parts.append(attended)
-        return torch.cat(parts)

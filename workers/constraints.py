@@ -13,6 +13,7 @@ import torch
 
 from workers.core.request import Sampling, Sequence
 from workers.grammar import Grammars, Matcher
+from workers.upload import upload
 
 COMPILE_TIMEOUT_S = 5.0
 
@@ -43,9 +44,9 @@ class Constraints:
         """In place: minus infinity for what must not come next. Something is always left."""
         sampling = seq.request.sampling
         if sampling.allowed_ids:
-            allowed = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
-            allowed[sorted(sampling.allowed_ids)] = True
-            logits.masked_fill_(~allowed, -torch.inf)
+            (ids,) = upload([torch.tensor(sorted(sampling.allowed_ids))], logits.device)
+            kept = logits[ids]
+            logits.fill_(-torch.inf)[ids] = kept
         if sampling.grammar:
             self._follow_grammar(logits, seq)
         if sampling.bad_words:
@@ -55,10 +56,11 @@ class Constraints:
 
     def _drop(self, logits: torch.Tensor, ids: list[int]) -> None:
         """Unless nothing would be left."""
-        kept = logits[ids]
-        logits[ids] = -torch.inf
-        if ids and bool(torch.isneginf(logits).all()):
-            logits[ids] = kept
+        if ids:  # decided where the logits are: a GPU is not waited for
+            (index,) = upload([torch.tensor(ids)], logits.device)
+            dropped = logits.index_fill(0, index, -torch.inf)
+            is_empty = torch.isneginf(dropped).all()
+            logits.copy_(torch.where(is_empty, logits, dropped))
 
     def _follow_grammar(self, logits: torch.Tensor, seq: Sequence) -> None:
         """A grammar that fails here, though the front door took it, ends the answer."""
@@ -76,7 +78,8 @@ class Constraints:
         else:
             mask = torch.from_numpy(allowed)
         if bool(mask.any()):
-            logits.masked_fill_(~mask.to(logits.device), -torch.inf)
+            (ruled_out,) = upload([~mask], logits.device)
+            logits.masked_fill_(ruled_out, -torch.inf)
 
 
 def is_constrained(sampling: Sampling) -> bool:

@@ -3,18 +3,20 @@
 It knows batches and tensors, and of a sequence only its tokens and pages.
 """
 
+import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from kvtransfer.core.handle import KVLayout
-from workers.attention import AttentionBackend, default_attention
+from workers.attention import AttentionBackend, TorchAttention
 from workers.batch import build
 from workers.constraints import Constraints
 from workers.core.output import Token
 from workers.core.plan import Chunk
+from workers.cuda.sampler import DeviceSampler
 from workers.grammar import Grammars
-from workers.kvcache import DTYPES, KVCache, default_num_pages
+from workers.kvcache import DTYPES, KVCache, default_num_pages, make_cache
 from workers.models.config import ModelConfig, ModelError
 from workers.models.llama import Llama
 from workers.native.attention import NativeAttention
@@ -23,7 +25,19 @@ from workers.native.model import NativeLlama, is_supported
 from workers.sampler import Sampler
 from workers.weights import Checkpoint
 
+logger = logging.getLogger(__name__)
+
 PAGE_SIZE = 16
+CUDA_MAX_TOKENS = 2048  # of one step, where nothing else is said
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest step to be ready for."""
+
+    max_tokens: int
+    max_seqs: int
+    max_context: int
 
 
 class ModelRunner:
@@ -32,12 +46,12 @@ class ModelRunner:
         model: Llama | NativeLlama,
         cache: KVCache,
         attention: AttentionBackend,
-        grammars: Grammars | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         self.model, self.cache = model, cache
         self.config = model.config
         self.vocab_size = model.config.vocab_size
-        self.attention, self._sampler = attention, Sampler(Constraints(grammars))
+        self.attention, self._sampler = attention, sampler or Sampler()
 
     @torch.inference_mode()
     def run(self, chunks: tuple[Chunk, ...]) -> dict[str, Token]:
@@ -69,12 +83,15 @@ def load_runner(
     threads: int | None = None,
     max_model_len: int | None = None,
     isa: str | None = None,
+    max_tokens: int | None = None,
+    max_seqs: int = 64,
 ) -> ModelRunner:
     """Load a model folder and make room for its KV.
 
     ``num_pages`` None: as many pages as the machine should give. ``page_size`` None: 16, or the
     least that the attention backend takes. ``isa`` None: the best that this CPU has, see
-    ``workers.native.library.kernels``.
+    ``workers.native.library.kernels``. ``max_tokens`` and ``max_seqs`` are of one step; a GPU keeps
+    memory for them.
     ModelError says in one line why the model cannot be served.
     """
     if threads:
@@ -82,21 +99,28 @@ def load_runner(
     where = _device(device)
     config = ModelConfig.load(folder)
     precision = resolve_dtype(dtype, where)
-    native = _native(config, DTYPES[precision], where, isa)
-    attention = NativeAttention(native) if native else default_attention(where, DTYPES[precision])
-    multiple = attention.page_size_multiple
-    page_size = max(PAGE_SIZE, multiple) if page_size is None else page_size
-    if page_size < 1 or page_size % multiple:
-        raise ModelError(f"{page_size=}, but {attention.name} takes only multiples of {multiple}")
-    model = (
-        NativeLlama(config, Checkpoint(folder), DTYPES[precision], native)
-        if native
-        else Llama(config, Checkpoint(folder), DTYPES[precision], where)
-    )
     longest = min(max_model_len or config.max_model_len, config.max_model_len)
-    cache = _cache(config.kv_layout(page_size, precision), num_pages, longest, where)
-    grammars = Grammars.load(folder, config.vocab_size, config.eos_ids)
-    return ModelRunner(model, cache, attention, grammars)
+    weights = Checkpoint(folder)
+    constraints = Constraints(Grammars.load(folder, config.vocab_size, config.eos_ids))
+    sampler = Sampler(constraints) if where.type == "cpu" else DeviceSampler(constraints)
+    if where.type == "cuda":
+        limits = StepLimits(max_tokens or CUDA_MAX_TOKENS, max_seqs, longest)
+        runner = _cuda_runner(
+            config, weights, precision, where, page_size, num_pages, limits, sampler
+        )
+        if runner is not None:
+            return runner
+    native = _native(config, DTYPES[precision], where, isa)
+    attention = NativeAttention(native) if native else TorchAttention()
+    layout = config.kv_layout(checked_page_size(page_size, attention), precision)
+    model = (
+        NativeLlama(config, weights, DTYPES[precision], native)
+        if native
+        else Llama(config, weights, DTYPES[precision], where)
+    )
+    if num_pages is None:
+        num_pages = default_num_pages(layout, longest, where)
+    return ModelRunner(model, make_cache(layout, num_pages, where), attention, sampler)
 
 
 def _native(
@@ -106,18 +130,37 @@ def _native(
     return kernels(isa) if device.type == "cpu" and is_supported(config, dtype) else None
 
 
-def _cache(
-    layout: KVLayout, num_pages: int | None, max_model_len: int, device: torch.device
-) -> KVCache:
-    if num_pages is None:
-        num_pages = default_num_pages(layout, max_model_len, device)
-    size = f"{layout.page_bytes / 2**20:.1f} MiB"
-    if num_pages < 1:
-        raise ModelError(f"{num_pages=}: at least one KV page of {size} is needed")
+def _cuda_runner(
+    config: ModelConfig,
+    weights: Checkpoint,
+    precision: str,
+    device: torch.device,
+    page_size: int | None,
+    num_pages: int | None,
+    limits: StepLimits,
+    sampler: Sampler,
+) -> ModelRunner | None:
+    """None, with the reason in the log, where the fast kernels cannot run."""
     try:
-        return KVCache(layout, num_pages, device)
-    except RuntimeError:
-        raise ModelError(f"no memory for {num_pages} KV pages of {size}: ask for fewer") from None
+        from workers.cuda import start  # needs Triton, which torch's CUDA builds bring on Linux
+    except ImportError as error:
+        logger.warning("attention: torch SDPA, which is slow on a GPU (%s)", error)
+        return None
+    attention = start.choose_attention(config, DTYPES[precision], device, limits.max_context)
+    if attention is None:
+        return None
+    layout = config.kv_layout(checked_page_size(page_size, attention), precision)
+    return start.make_runner(config, weights, attention, layout, device, limits, num_pages, sampler)
+
+
+def checked_page_size(asked: int | None, attention: AttentionBackend) -> int:
+    multiple = attention.page_size_multiple
+    page_size = max(PAGE_SIZE, multiple) if asked is None else asked
+    if page_size < 1 or page_size % multiple:
+        raise ModelError(
+            f"page_size: {page_size}, but {attention.name} takes only multiples of {multiple}"
+        )
+    return page_size
 
 
 def resolve_dtype(name: str, device: torch.device) -> str:

@@ -6,6 +6,7 @@ tokens.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from workers.constraints import Constraints, is_constrained
 from workers.core.output import Token
 from workers.core.request import Sampling, Sequence
+from workers.upload import upload
 
 GREEDY_BELOW = 1e-5  # temperatures under this choose the most likely token, as in vLLM
 MASK64 = (1 << 64) - 1
@@ -42,19 +44,19 @@ class Sampler:
 
     def _choose(self, logits: torch.Tensor, seq: Sequence) -> int:
         sampling = seq.request.sampling
-        logits = self._adjusted(logits, seq)
+        logits = self.adjusted(logits, seq)
         if sampling.temperature < GREEDY_BELOW:
             return int(logits.argmax())
         probs = _filtered(torch.softmax(logits.double() / sampling.temperature, dim=-1), sampling)
         return draw(probs, uniform(sampling.seed, len(seq.output)))
 
-    def _adjusted(self, logits: torch.Tensor, seq: Sequence) -> torch.Tensor:
+    def adjusted(self, logits: torch.Tensor, seq: Sequence) -> torch.Tensor:
         """A copy of the logits after all that rules tokens out, bias and penalties."""
         sampling, logits = seq.request.sampling, logits.clone()
         self.constraints.apply(logits, seq)
         if sampling.logit_bias:
-            ids, biases = zip(*sampling.logit_bias, strict=True)
-            logits[list(ids)] += torch.tensor(biases, dtype=logits.dtype, device=logits.device)
+            ids, biases = _pairs(sampling.logit_bias, logits)
+            logits[ids] += biases
         if _has_penalties(sampling):
             self._history(seq).penalize(logits, sampling)
         return logits
@@ -82,13 +84,12 @@ class _History:
     def penalize(self, logits: torch.Tensor, sampling: Sampling) -> None:
         """In place. Repetition sees prompt and output; presence and frequency the output only."""
         if sampling.repetition_penalty != 1.0:
-            seen = list(self.prompt | self.output.keys())
+            (seen,) = upload([torch.tensor(list(self.prompt | self.output.keys()))], logits.device)
             values, penalty = logits[seen], sampling.repetition_penalty
             logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
         if self.output and (sampling.frequency_penalty or sampling.presence_penalty):
-            ids, counts = zip(*self.output.items(), strict=True)
-            times = torch.tensor(counts, dtype=logits.dtype, device=logits.device)
-            logits[list(ids)] -= sampling.frequency_penalty * times + sampling.presence_penalty
+            ids, times = _pairs(self.output.items(), logits)
+            logits[ids] -= sampling.frequency_penalty * times + sampling.presence_penalty
 
 
 def uniform(seed: int, index: int) -> float:
@@ -113,15 +114,28 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
+def _pairs(
+    pairs: Iterable[tuple[int, float]], logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids, and numbers of the type of the logits, beside them."""
+    ids, numbers = zip(*pairs, strict=True)
+    tensors = upload([torch.tensor(ids), torch.tensor(numbers, dtype=logits.dtype)], logits.device)
+    return tensors[0], tensors[1]
+
+
 def _is_plain(seq: Sequence) -> bool:
     """Greedy with nothing that changes logits: the batched argmax is the answer."""
+    return seq.request.sampling.temperature < GREEDY_BELOW and not changes_logits(seq)
+
+
+def changes_logits(seq: Sequence) -> bool:
+    """Whether the request's next token is chosen from other logits than the model's."""
     sampling = seq.request.sampling
-    return (
-        sampling.temperature < GREEDY_BELOW
-        and len(seq.output) >= sampling.min_tokens
-        and not sampling.logit_bias
-        and not is_constrained(sampling)
-        and not _has_penalties(sampling)
+    return bool(
+        len(seq.output) < sampling.min_tokens
+        or sampling.logit_bias
+        or is_constrained(sampling)
+        or _has_penalties(sampling)
     )
 
 

@@ -85,6 +85,8 @@ class WorkerProcess:
             num_pages=config.num_pages,
             threads=self._threads,
             max_model_len=config.max_model_len,
+            max_tokens=config.max_num_batched_tokens,
+            max_seqs=config.max_num_seqs,
         )
 
     def _assemble(self, runner: ModelRunner) -> Engine:

@@ -1,13 +1,18 @@
 """Models that several tests share."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.native import open_kernels
 from tests.tiny import tiny_model
 from workers.native.library import Kernels
 from workers.runner import ModelRunner, load_runner
+
+if not torch.cuda.is_available():  # Triton reads it when kernels are defined
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")
