@@ -6,6 +6,7 @@ starts anything.
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ MIN_FREE_GIB = 4.0
 RAY_VERSION = "2.60"
 OURS = ("serving", "workers", "kvtransfer", "protos", "deploy", "bench")
 PROBE_TIMEOUT_S = 60
+GPU_RECORD = Path(__file__).parents[1] / "bench" / "results" / "gpu.json"  # bench/gpu.sh writes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +103,26 @@ def describe_devices(gpus: list[str], nccl: list[str], cpu: list[str]) -> Iterat
         yield Finding("NCCL", "ok", "not needed without a GPU: pages move over Gloo")
         return
     yield Finding("GPUs", "ok", ", ".join(name.replace("_", " ") for name in gpus))
-    version = _version("flash-attn")
-    if version:
-        yield Finding("flash-attn", "ok", version)
-    else:
-        yield Finding("flash-attn", "note", "not installed, so slower: pip install flash-attn")
+    yield Finding("flash-attn", "ok", _version("flash-attn") or "not there; torch's own is used")
+    if _version("triton") is None:
+        yield Finding("Triton", "note", "not installed, so much slower: pip install triton")
+    yield Finding("CUDA path", "note", f"contract-tested on CPUs; {last_gpu_run()}")
     if nccl:
         yield Finding("NCCL", "ok", ".".join(nccl))
     else:
         yield Finding("NCCL", "fail", "this torch has none: install a CUDA build of torch")
+
+
+def last_gpu_run(record: Path = GPU_RECORD) -> str:
+    """When a GPU last ran the tests, from the file that only such a run writes."""
+    try:
+        run = json.loads(record.read_text())
+        told = f"{run['at']}, {run['gpu']}, commit {run['commit']}: {run['tests']}"
+    except FileNotFoundError:
+        told = "never"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        told = f"unknown, {record} cannot be read: {error}"
+    return f"last run on hardware: {told}"
 
 
 def check_compiler() -> Finding:
