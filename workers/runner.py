@@ -170,7 +170,8 @@ def resolve_dtype(name: str, device: torch.device) -> str:
     if name != "auto":
         raise ModelError(f"dtype {name!r} is not supported; supported: auto, {', '.join(DTYPES)}")
     if device.type == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return "bfloat16" if has_bfloat16 else "float16"
     capabilities = torch.cpu.get_capabilities()
     fast = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
     return "bfloat16" if fast else "float32"
