@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.cuda_libraries import RecordingFlash, RecordingVarlen
+from tests.interpreted import only_interpreted
 from tests.paged import Shape, paged_batch
 from workers.models.config import ModelConfig, ModelError
 from workers.runner import checked_page_size
@@ -20,6 +21,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from workers.cuda import start
 from workers.cuda.attention import CudaAttention, FlashAttn, Library, TorchVarlen
 
+pytestmark = only_interpreted
 LAYER = 1
 CPU = torch.device("cpu")
 BATCHES = [

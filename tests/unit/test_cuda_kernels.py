@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.interpreted import only_interpreted
 from tests.paged import Shape, paged_batch
 from workers.layers import RMSNorm, Rotation
 
@@ -16,6 +17,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from workers.cuda import kernels
 
+pytestmark = only_interpreted
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SIZES = [1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 600]
 

@@ -9,6 +9,7 @@ import torch
 
 from tests.cuda_libraries import RecordingVarlen
 from tests.greedy import advance, generate, sequence
+from tests.interpreted import only_interpreted
 from tests.tiny import tiny_model
 from workers.core.plan import Chunk
 from workers.core.request import Sequence
@@ -24,6 +25,7 @@ from workers.cuda.graphs import DecodeGraphs, Recording, batch_sizes
 from workers.cuda.model import CudaLlama
 from workers.cuda.runner import CudaRunner
 
+pytestmark = only_interpreted
 CPU = torch.device("cpu")
 PAGE, NUM_PAGES, MAX_CONTEXT = 16, 16, 32
 
