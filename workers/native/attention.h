@@ -28,7 +28,7 @@ static_assert(SEGMENT % TILE == 0);
 struct Rows {
   float *outputs;  // [rows][dims], unnormalised
   Vec *sums;       // of weights, lane by lane
-  float *tops;     // greatest scores so far
+  float *tops;     // scores near the greatest so far
 
   void clear(int64_t rows, int64_t dims) {
     memset(outputs, 0, rows * dims * sizeof(float));
@@ -109,7 +109,7 @@ struct Tile {
   }
 };
 
-// Words of values for one row of a matrix product: dims d ... d + PACK * W of PACK neighbouring keys.
+// A piece of a row of values as words: PACK * W dims of PACK neighbouring keys.
 template <class T>
 INLINE void value_words(const T *a, const T *b, int64_t left, Bits (&out)[PACK<T>]) {
   if constexpr (sizeof(T) == 4) {
@@ -309,19 +309,17 @@ struct Attention {
   void step(const Tile<T> &tile, const Tile<T> &next, int64_t rows, int first_limit, Desk<T> &desk,
             Rows state) {
     pack_keys(pages, tile, next, dim_words, desk.keys);
-    for (int c = 0; c < tile.count; c += STRIP)
-      matmul<T>(rows, (const uint32_t *)desk.q, dim_words, desk.keys + c * dim_words, dim_words,
-                desk.scores + c, TILE, false);
+    matmul<T>(rows, (tile.count + STRIP - 1) / STRIP, (const uint32_t *)desk.q, dim_words,
+              desk.keys, dim_words * STRIP, dim_words, desk.scores, TILE, false);
     soften_all(tile, rows, first_limit, desk, state);
     if (rows <= FEW_ROWS) {
       add_values_of<T, FEW_ROWS>(rows, pages, tile, next, desk.weights, state.outputs, dims);
       return;
     }
     pack_values(pages, tile, next, dims, desk.values);
-    for (int64_t d = 0; d < dims; d += STRIP)
-      matmul<T>(rows, (const uint32_t *)desk.weights, TILE / PACK<T>,
-                desk.values + d * (TILE / PACK<T>), words<T>(tile.count), state.outputs + d, dims,
-                true);
+    constexpr int64_t key_words = TILE / PACK<T>;
+    matmul<T>(rows, dims / STRIP, (const uint32_t *)desk.weights, key_words, desk.values,
+              key_words * STRIP, words<T>(tile.count), state.outputs, dims, true);
   }
 
   void soften_all(const Tile<T> &tile, int64_t rows, int first_limit, Desk<T> &desk, Rows state) {

@@ -69,7 +69,9 @@ void forward(const Model &m, const Pool &pool, const Batch &batch, T *x, T *scra
       linear<T, Then::STORE>(team, layer.qkv, normed, rows, qkv);
       rotate_and_store(team, pages, batch, slots.data(), i, m.heads,
                        {layer.query_norm, layer.key_norm, m.eps}, qkv);
-      Attention<T>{pages, batch, schedule, i, per_head, qkv, width, attended, partials.data}.run(team);
+      Attention<T>{pages, batch, schedule, i,        per_head,
+                   qkv,   width, attended, partials.data}
+          .run(team);
       linear<T, Then::ADD>(team, layer.output, attended, rows, x);
       norm(team, x, (const T *)layer.mlp_norm, normed, rows, m.hidden, m.eps);
       linear<T, Then::GATE>(team, layer.gate_up, normed, rows, inner);

@@ -18,7 +18,7 @@ enum class Then {
 };
 
 constexpr int64_t PANEL = 96;  // rows that share a thread's cache while strips pass by
-static_assert(PANEL % TILE_ROWS == 0);
+static_assert(PANEL % TILE_ROWS<1> == 0);
 
 inline int64_t num_strips(int64_t outputs, bool gated) {
   int64_t columns = gated ? STRIP / 2 : STRIP;
@@ -56,14 +56,15 @@ INLINE Vec silu(Vec x) {
   return x / (exp2<float>(power) + 1.f);
 }
 
-// From sums [rows][STRIP] of one strip to where they belong.
+// From sums [rows] of one strip, 2 * STRIP apart, to where they belong.
 template <Then then, class Out>
 void finish(const float *sums, const float *bias, int64_t rows, int64_t column, int64_t outputs,
             Out *out) {
-  const Vec left_bias = bias ? load<Vec>(bias) : Vec{}, right_bias = bias ? load<Vec>(bias + W) : Vec{};
+  const Vec left_bias = bias ? load<Vec>(bias) : Vec{};
+  const Vec right_bias = bias ? load<Vec>(bias + W) : Vec{};
   const int left = (int)std::clamp<int64_t>(outputs - column, 0, W);
   const int right = (int)std::clamp<int64_t>(outputs - column - W, 0, W);
-  for (int64_t r = 0; r < rows; r++, sums += STRIP, out += outputs) {
+  for (int64_t r = 0; r < rows; r++, sums += 2 * STRIP, out += outputs) {
     Vec a = load<Vec>(sums) + left_bias, b = load<Vec>(sums + W) + right_bias;
     Out *to = out + column;
     if constexpr (then == Then::GATE) {
@@ -82,18 +83,21 @@ void finish(const float *sums, const float *bias, int64_t rows, int64_t column, 
 template <class T, Then then, class Out>
 void linear(Team &team, const Linear &w, const T *x, int64_t rows, Out *out) {
   const int64_t k = words<T>(w.inputs), panels = (rows + PANEL - 1) / PANEL;
-  auto panel = [&](int64_t i) { return std::min(rows, round_up(rows * i / panels, TILE_ROWS)); };
+  auto panel = [&](int64_t i) { return std::min(rows, round_up(rows * i / panels, TILE_ROWS<1>)); };
   const int64_t columns = then == Then::GATE ? W : STRIP;  // of out, to a strip
   const int64_t strips = num_strips(w.outputs, w.gated), tasks = strips * panels;
   team.share(tasks, team.pieces(tasks, 1), [&](int64_t begin, int64_t end) {
-    alignas(CACHE_LINE) float sums[PANEL * STRIP];
-    for (int64_t i = begin; i < end; i++) {
+    alignas(CACHE_LINE) float sums[2 * PANEL * STRIP];  // two strips at a time
+    for (int64_t i = begin; i < end;) {
       const int64_t strip = i % strips, first = panel(i / strips);
       const int64_t n = panel(i / strips + 1) - first;
-      matmul<T>(n, (const uint32_t *)(x + first * w.inputs), k, w.packed + strip * k * STRIP, k,
-                sums, STRIP, false, true);
-      finish<then>(sums, w.bias ? w.bias + strip * STRIP : nullptr, n, strip * columns, w.outputs,
-                   out + first * w.outputs);
+      const int64_t num = std::min({strips - strip, end - i, (int64_t)2});
+      matmul<T>(n, num, (const uint32_t *)(x + first * w.inputs), k, w.packed + strip * k * STRIP,
+                k * STRIP, k, sums, 2 * STRIP, false, true);
+      for (int64_t s = strip; s < strip + num; s++)
+        finish<then>(sums + (s - strip) * STRIP, w.bias ? w.bias + s * STRIP : nullptr, n,
+                     s * columns, w.outputs, out + first * w.outputs);
+      i += num;
     }
   });
 }

@@ -21,7 +21,7 @@ inline float read_all(int threads, const void *data, int64_t bytes) {
   return total;
 }
 
-// `rounds` times 24 independent dots on each thread; returns the multiplications and additions done.
+// `rounds` times 24 independent dots on each thread; returns how many operations that was.
 template <class T>
 int64_t multiply(int threads, int64_t rounds) {
   float total = 0;

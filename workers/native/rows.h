@@ -49,8 +49,8 @@ struct HeadNorms {  // of queries and keys; null where the model has none
   float eps;
 };
 
-// Rows of qkv, [heads + 2 * kv_heads][head_dim]: rotates the queries in place, and puts rotated keys
-// and values in their pages.
+// Rows of qkv, [heads + 2 * kv_heads][head_dim]: rotates the queries in place, and puts rotated
+// keys, and values, in their pages.
 template <class T>
 void rotate_and_store(Team &team, const Pages<T> &pages, const Batch &batch, const int64_t *slots,
                       int64_t layer, int64_t heads, const HeadNorms &norms, T *qkv) {

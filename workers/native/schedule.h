@@ -57,7 +57,8 @@ class Schedule {
   // One block of tokens, for every head; `split` deals its segments out.
   void add(int64_t span, int64_t token, int64_t num_tokens, bool split) {
     const int64_t rows = num_tokens * per_head_;
-    const int64_t keys = batch_.spans[span].context - batch_.spans[span].length + token + num_tokens;
+    const Span &of = batch_.spans[span];
+    const int64_t keys = of.context - of.length + token + num_tokens;
     split = keys > SEGMENT && (split || rows <= FEW_ROWS);
     for (int64_t h = 0; h < kv_heads_; h++) {
       for (int64_t begin = 0; begin < keys; begin += split ? SEGMENT : keys) {

@@ -1,8 +1,8 @@
 // Threads that compute one step together.
 //
-// Every thread of a team runs the same code. `share` deals out pieces of work to whoever asks first,
-// so that a thread the system has taken away holds up no more than the piece it has, and returns when
-// all of them are done.
+// Every thread of a team runs the same code. `share` deals out pieces of work to whoever asks
+// first, so that a thread the system has taken away holds up no more than the piece it has; it
+// returns when all of them are done.
 #pragma once
 
 #include <omp.h>
@@ -42,7 +42,7 @@ class Team {
 #pragma omp barrier
   }
 
-  // Pieces for work that is the same for every item: some for each thread, none under `least` items.
+  // Pieces for even work: some for each thread, none of fewer than `least` items.
   int64_t pieces(int64_t n, int64_t least) const {
     return std::min<int64_t>(6 * size, (n + least - 1) / least);
   }

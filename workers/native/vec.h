@@ -34,8 +34,8 @@ struct bf16 {
   uint16_t bits;
 };
 
-// A word is 32 bits: one float, or two neighbouring bf16. Matrix kernels count in words, so that one
-// source serves both types: a lane of a Bits vector holds one word.
+// A word is 32 bits: one float, or two neighbouring bf16. Matrix kernels count in words, so that
+// one source serves both types: a lane of a Bits vector holds one word.
 template <class T>
 constexpr int PACK = 4 / sizeof(T);  // elements in a word
 
@@ -152,7 +152,7 @@ INLINE Vec dot(Vec sum, Bits a, Bits b) {
   }
 }
 
-// 2^x for |x| <= 126, exact at 0; off by at most 2 ulp, or 4e-6 of the value where bf16 is made of it.
+// 2^x for |x| <= 126, exact at 0. Off by at most 2 ulp, or 4e-6 where bf16 is made of it.
 template <class T>
 INLINE Vec exp2(Vec x) {
   const Vec shift = splat(12582912.f);  // 1.5 * 2^23: the sum's last bits are round(x)
