@@ -168,17 +168,17 @@ class Intake:
 
     async def set_role(self, worker: str, role: str, caller: ApiKey = ANYBODY) -> None:
         """Raises Forbidden, NotFound, BadRequest."""
-        _check_admin(caller)
+        check_admin(caller)
         await self.gateway.moves.set_role(worker, role)
 
     async def drain(self, worker: str, caller: ApiKey = ANYBODY) -> None:
         """Raises Forbidden, NotFound."""
-        _check_admin(caller)
+        check_admin(caller)
         await self.gateway.moves.drain(worker)
 
     def move(self, request_id: str, worker: str, caller: ApiKey = ANYBODY) -> None:
         """A running request goes on there. Raises Forbidden, NotFound."""
-        _check_admin(caller)
+        check_admin(caller)
         if not self.gateway.move(request_id, worker):
             raise NotFound(f"no request {request_id[:128]!r} is running here")
 
@@ -475,6 +475,7 @@ def _room(prompt_tokens: int, limits: Limits) -> int:
     return min(limits.max_model_len, limits.pool_tokens + 1) - prompt_tokens
 
 
-def _check_admin(caller: ApiKey) -> None:
+def check_admin(caller: ApiKey) -> None:
+    """Raises Forbidden."""
     if not caller.admin:
-        raise Forbidden("this key may not change what workers do: its entry needs admin: true")
+        raise Forbidden("this key may not: its entry needs admin: true")

@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 
 from serving import metrics as prometheus
 from serving.api import render
-from serving.api.intake import Ask, Intake
+from serving.api.intake import Ask, Intake, check_admin
 from serving.api.settings import FrontSettings
 from serving.auth import ANYBODY, ApiKey, Keyring
 from serving.errors import (
@@ -221,8 +221,9 @@ def _add_evenflow(app: FastAPI, intake: Intake) -> None:
 
 def _add_debug(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/debug/kv")
-    async def page_ledgers() -> Response:
+    async def page_ledgers(request: Request) -> Response:
         """Who holds each page of each worker, now."""
+        check_admin(request.scope[CALLER])
         names = [view.id for view in gateway.pools.workers()]
         ledgers = await asyncio.gather(*(gateway.pools.ledger(name) for name in names))
         return JSONResponse(

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -257,3 +259,38 @@ async def test_roles_and_drains() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await s.cluster.Drain(pb.DrainRequest(worker="x"))
         assert error.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_no_message_is_answered_with_our_fault() -> None:
+    """Random bytes, and random bytes that are messages. EVENFLOW_FUZZ=3000 for the whole lot."""
+    rng, allowed = random.Random(5), {"INVALID_ARGUMENT", "NOT_FOUND"}
+    num_messages = int(os.environ.get("EVENFLOW_FUZZ", "200"))
+    async with served() as s:
+        for _ in range(num_messages):
+            options = pb.Options(
+                max_tokens=rng.choice([0, 1, 3, 2**32 - 1]),
+                temperature=rng.choice([0.0, -1.0, 1e308, float("nan"), float("inf")]),
+                n=rng.choice([0, 1, 2, 2**31]),
+                logit_bias={rng.choice([-1, 5, 2**30]): rng.uniform(-200, 200)},
+                stop=rng.choice([[], ["x"], [""], ["y" * 9999]]),
+                mode=rng.choice(["", "mixed", "fast"]),
+                request_id=rng.choice(["", "a b", "z" * 500]),
+                bad_words=rng.choice([[], ["", "x"]]),
+                json_schema=rng.choice(["{}", "[", "7"]),
+            )
+            message = pb.GenerateRequest(text=rng.choice(["", "Hi", "x" * 9999]), options=options)
+            raw = bytearray(message.SerializeToString())
+            for _ in range(rng.randint(0, 3)):
+                raw[rng.randrange(len(raw))] = rng.randrange(256)
+            method = rng.choice(["Generate", "Chat", "Tokenize", "Detokenize", "Abort"])
+            call = s.channel.unary_stream(f"/evenflow.v1.Inference/{method}")
+            try:
+                async for _ in call(bytes(raw), timeout=5):
+                    pass
+            except grpc.aio.AioRpcError as error:
+                # INTERNAL is grpc's own answer to bytes that are no message, before any handler.
+                is_grpcs = error.code().name == "INTERNAL" and "deserializ" in error.details()
+                assert error.code().name in allowed or is_grpcs, error
+                assert len(error.details()) < 1000
+        await s.generate()
+        await s.quiet()
