@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -259,8 +260,31 @@ class _KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
             handler_call_details.method in OPEN_METHODS
             or self._keys.find(_authorization(handler_call_details.invocation_metadata)) is not None
         ):
-            return await continuation(handler_call_details)
+            handler: Handler = _forgiving(await continuation(handler_call_details))
+            return handler
         return grpc.unary_unary_rpc_method_handler(_refuse)
+
+
+def _forgiving(handler: Any) -> Any:
+    """Bytes that are no message are the client's fault: grpc itself would call them UNKNOWN, and
+    log a traceback."""
+    if handler is None or handler.request_streaming:
+        return handler
+    kind = "unary_stream" if handler.response_streaming else "unary_unary"
+    inner, parse = getattr(handler, kind), handler.request_deserializer
+
+    def parsed(raw: bytes) -> Any:
+        try:
+            return parse(raw)
+        except DecodeError:
+            return None
+
+    async def call(request: Any, context: Context) -> Any:
+        if request is None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the bytes are no such message")
+        return await inner(request, context)
+
+    return handler._replace(request_deserializer=parsed, **{kind: call})
 
 
 async def _refuse(request: bytes, context: Context) -> None:
