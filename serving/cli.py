@@ -79,7 +79,7 @@ def serve(
         str | None, Flag(help="chunked, splitfuse, prefill-first or static. [chunked]")
     ] = None,
     max_num_batched_tokens: Annotated[
-        int | None, Flag(help="Token budget of one step. [64 on a CPU, 2048 on a GPU]")
+        int | None, Flag(help="A fixed token budget of one step. [by the promised gaps]")
     ] = None,
     max_num_seqs: Annotated[int | None, Flag(help="Requests in one batch. [64]")] = None,
     page_size: Annotated[

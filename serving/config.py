@@ -92,7 +92,7 @@ class Config:
     threads: int | None = None  # of one worker on a CPU; None: the cores, shared evenly
     # one worker
     policy: Policy = "chunked"
-    max_num_batched_tokens: int | None = None  # per step; None: 64 on a CPU, 2048 on CUDA
+    max_num_batched_tokens: int | None = None  # per step; None: by the gaps promised
     max_num_seqs: int = 64
     page_size: int | None = None  # tokens; None: 16 on a CPU, what its kernels take on CUDA
     num_pages: int | None = None  # None: by free memory

@@ -1,13 +1,45 @@
 """Steps of made-up batches, so that a latency model knows something before the first request.
 
-It runs them on an executor that nobody else uses yet. It knows nothing of the model behind it.
+It runs them on an executor that nobody else uses yet, and keeps what they taught in a file. It
+knows nothing of the model behind the executor.
 """
 
+import json
+import logging
+import os
 import random
-from typing import NamedTuple
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
+import xxhash
+
+from workers.core.latency import LatencyModel, restored
+from workers.core.output import Token
 from workers.core.plan import Chunk, StepPlan
 from workers.core.request import Phase, Request, Sampling, Sequence
+
+CALIBRATION_S = 3.0
+MAX_ROUNDS = 6
+FORM = 1  # of the files; a new one makes the old ones unread
+
+# decodes, their context, start and length of a chunk: small ones first, for slow machines
+SHAPES = (
+    *((1, 256, 0, 0), (0, 0, 0, 32), (4, 256, 0, 0), (4, 256, 128, 16), (0, 0, 0, 128)),
+    *((8, 512, 512, 64), (16, 1024, 0, 0), (0, 0, 1024, 128), (8, 1024, 256, 128)),
+    *((32, 512, 0, 0), (0, 0, 0, 256), (16, 256, 2048, 64), (2, 3000, 0, 0)),
+    *((32, 1024, 1024, 192), (0, 0, 3000, 256)),
+)
+
+log = logging.getLogger(__name__)
+
+
+class Executor(Protocol):
+    """What it needs of ``workers.engine.Executor``."""
+
+    def run(self, chunks: tuple[Chunk, ...]) -> dict[str, Token]: ...
+    def forget(self, request_id: str) -> None: ...
 
 
 class Bounds(NamedTuple):
@@ -18,6 +50,54 @@ class Bounds(NamedTuple):
     max_context: int = 4000  # of one sequence
     max_decodes: int = 32
     max_chunk: int = 512
+    vocab_size: int = 1000
+
+
+def known_latency(executor: Executor, bounds: Bounds, folder: Path, key: str) -> LatencyModel:
+    """As an earlier process with the same ``key`` left it in ``folder``, or measured now."""
+    name = xxhash.xxh3_64_hexdigest(f"{FORM} {key}".encode())
+    path = folder / f"{name}.json"
+    try:
+        return restored(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        pass
+    latency = calibrate(executor, bounds)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps({"key": key, **latency.snapshot()}))
+        partial.rename(path)
+    except OSError as error:
+        log.warning("step times are measured again at the next start: %s", error)
+    return latency
+
+
+def calibrate(
+    executor: Executor,
+    bounds: Bounds,
+    max_s: float = CALIBRATION_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> LatencyModel:
+    """A model of the steps that fit ``max_s``; what would take too long is left out."""
+    latency, rng, end = LatencyModel(), random.Random(0), clock() + max_s
+    for num_decodes, context, start, length in SHAPES * MAX_ROUNDS:
+        chunks = [(start, min(length, bounds.max_chunk))] if length else []
+        plan = plan_of(rng, bounds, [context] * min(num_decodes, bounds.max_decodes), chunks)
+        if latency.step_s(plan.shape) <= end - clock():
+            latency.observe(plan.shape, _run(executor, plan, clock))
+    latency.settle()
+    return latency
+
+
+def _run(executor: Executor, plan: StepPlan, clock: Callable[[], float]) -> float:
+    """Seconds that it takes."""
+    chunks = plan.chunks
+    start = clock()
+    executor.run(chunks)
+    took_s = clock() - start
+    for chunk in chunks:
+        executor.forget(chunk.seq.id)
+    return took_s
 
 
 def random_plan(rng: random.Random, bounds: Bounds) -> StepPlan:
@@ -35,7 +115,7 @@ def plan_of(
     """A step of decodes with these contexts, and of chunks (start, length)."""
     most = min(bounds.max_context, bounds.num_pages * bounds.page_size - 1)
     sequences = tuple(
-        _sequence(rng, bounds, f"decode-{i}", min(context, most), 1, Phase.DECODE)
+        _sequence(rng, bounds, f"decode-{i}", min(context, most - 1), 1, Phase.DECODE)
         for i, context in enumerate(decodes)
     )
     prefills = []
@@ -57,7 +137,8 @@ def _sequence(
     """One whose first ``start`` tokens count as computed. Pages are drawn at random: what they
     hold does not matter."""
     num_tokens = start + length
-    seq = Sequence(Request(name, tuple(rng.choices(range(1000), k=num_tokens)), Sampling(1 << 20)))
+    prompt = tuple(rng.choices(range(bounds.vocab_size), k=num_tokens))
+    seq = Sequence(Request(name, prompt, Sampling(1 << 20)))
     seq.phase, seq.num_computed = phase, start
     seq.pages = rng.choices(range(bounds.num_pages), k=-(-num_tokens // bounds.page_size))
     return seq

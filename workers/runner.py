@@ -4,6 +4,7 @@ It knows batches and tensors, and of a sequence only its tokens and pages.
 """
 
 import logging
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -187,3 +188,10 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"device {name!r}: this torch sees no CUDA device")
     return device
+
+
+def device_name(device: torch.device) -> str:
+    """What is really there: two machines whose steps take the same time have the same name."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{platform.machine()} {torch.cpu.get_capabilities()}"

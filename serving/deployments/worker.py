@@ -8,6 +8,7 @@ import asyncio
 import os
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 from kvtransfer.collective import CollectiveTransport
@@ -16,15 +17,19 @@ from kvtransfer.faults import PageFaults, read_faults
 from kvtransfer.leases import Leases
 from serving.channel import Identity, WorkerServer
 from serving.config import Config, Role
+from workers.calibrate import Bounds, known_latency
+from workers.core.latency import LatencyModel
 from workers.core.pages import PagePool
 from workers.core.policy import Limits
 from workers.core.scheduler import Scheduler
 from workers.engine import Engine, Executor, Source
 from workers.faults import FaultyExecutor, StepFaults
-from workers.runner import ModelRunner, load_runner
+from workers.gguf import cache_dir
+from workers.runner import ModelRunner, device_name, load_runner
 from workers.threads import OnOneThread
 
-STEP_BUDGET = {"cpu": 64, "cuda": 2048}  # tokens; keeps a step near 100 ms
+STEP_BUDGET = {"cpu": 64, "cuda": 2048}  # tokens, of the policies that have no budget of their own
+ONLINE_CEILING = {"cpu": 2048, "cuda": 8192}  # tokens; below it, the promised gaps decide
 POLL_S = 0.05
 
 
@@ -48,9 +53,9 @@ class WorkerProcess:
 
     async def start(self, folder: Path) -> None:
         """Load the model in ``folder`` and listen. ModelError when it cannot be served."""
-        runner = await asyncio.to_thread(self._load, folder)
+        runner, latency = await asyncio.to_thread(self._load, folder)
         self.address = await self._server.bind(self.host)
-        self._engine = self._assemble(runner)
+        self._engine = self._assemble(runner, latency)
         self._engine.start()
         await self._server.start(self._engine, self._identity(runner))
 
@@ -75,9 +80,9 @@ class WorkerProcess:
     def _is_busy(self) -> bool:
         return self._server.num_requests > 0 or self._engine.load().leased_pages > 0
 
-    def _load(self, folder: Path) -> ModelRunner:
+    def _load(self, folder: Path) -> tuple[ModelRunner, LatencyModel]:
         config = self.config
-        return load_runner(
+        runner = load_runner(
             folder,
             dtype=config.dtype,
             device=config.device,
@@ -88,15 +93,33 @@ class WorkerProcess:
             max_tokens=config.max_num_batched_tokens,
             max_seqs=config.max_num_seqs,
         )
+        return runner, self._measure(runner)
 
-    def _assemble(self, runner: ModelRunner) -> Engine:
+    def _measure(self, runner: ModelRunner) -> LatencyModel:
+        """On the thread that loaded the model: it is the one with the right number of cores."""
+        layout, device = runner.cache.layout, runner.cache.pool.device
+        key = f"{layout} {runner.attention.name} {device_name(device)} {self._threads} threads"
+        bounds = Bounds(
+            runner.cache.num_pages,
+            layout.page_size,
+            max_context=runner.config.max_model_len - 1,
+            max_decodes=self.config.max_num_seqs,
+            vocab_size=runner.vocab_size,
+        )
+        return known_latency(runner, bounds, cache_dir() / "latency", key)
+
+    def _limits(self, device_type: str) -> Limits:
+        config = self.config
+        limits = Limits(max_seqs=config.max_num_seqs, policy=config.policy)
+        if config.max_num_batched_tokens is not None:
+            return replace(limits, max_tokens=config.max_num_batched_tokens)
+        if limits.by_deadline:
+            return replace(limits, max_tokens=ONLINE_CEILING[device_type], online=True)
+        return replace(limits, max_tokens=STEP_BUDGET[device_type])
+
+    def _assemble(self, runner: ModelRunner, latency: LatencyModel) -> Engine:
         config, cache = self.config, runner.cache
         device = cache.pool.device
-        limits = Limits(
-            max_tokens=config.max_num_batched_tokens or STEP_BUDGET[device.type],
-            max_seqs=config.max_num_seqs,
-            policy=config.policy,
-        )
         leases = Leases(config.lease_s)
         transport = CollectiveTransport(
             cache.pool,
@@ -116,10 +139,11 @@ class WorkerProcess:
         return Engine(
             executor,
             Scheduler(
-                limits,
+                self._limits(device.type),
                 PagePool(cache.num_pages, cache.layout.page_size),
                 model=cache.layout.model,
                 prefix_caching=config.prefix_caching,
+                latency=latency,
             ),
             leases,
             transport,

@@ -173,8 +173,10 @@ class LatencyModel:
         }
 
 
-def restored(snapshot: Mapping[str, object]) -> LatencyModel:
+def restored(snapshot: object) -> LatencyModel:
     """The model of a snapshot. ValueError when it is not one of this form."""
+    if not isinstance(snapshot, Mapping):
+        raise ValueError("not the coefficients of a latency model")
     values, spread = snapshot.get("coefficients"), snapshot.get("spread")
     if not isinstance(values, list) or len(values) != len(GUESS):
         raise ValueError("not the coefficients of a latency model")
