@@ -203,6 +203,45 @@ def key(
 
 
 @app.command()
+def tune(
+    model: ModelFlag = None,
+    dtype: Annotated[str | None, Flag(help="auto, float32 or bfloat16.")] = None,
+    device: Annotated[str | None, Flag(help="auto, cpu or cuda.")] = None,
+    threads: Annotated[int | None, Flag(help="Of the worker on a CPU. [all cores]")] = None,
+    slo_itl: Annotated[str | None, Flag(help="Promised gap between tokens. [100ms]")] = None,
+    streams: Annotated[int, Flag(min=1, max=64, help="Answers at the same time.")] = 8,
+    prompt_tokens: Annotated[int, Flag(min=100, help="Length of the long prompt.")] = 4000,
+    plot: Annotated[Path | None, Flag(help="Where to write a PNG.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure which step budget keeps the promised gap on this machine."""
+    flags = {"model": model, "dtype": dtype, "device": device, "threads": threads}
+    with plain_errors():
+        config = load_config(None, {**flags, "slo.itl": slo_itl})
+        _tune(config, streams, prompt_tokens, plot, as_json)
+
+
+def _tune(
+    config: Config, streams: int, prompt_tokens: int, plot: Path | None, as_json: bool
+) -> None:
+    from serving import console_tune
+    from serving.deployments.tune import tuning_of
+
+    with console.Progress() as progress:
+        tuning = tuning_of(config, streams, prompt_tokens, progress.say)
+    if plot is not None:
+        try:
+            from serving import tune_plot
+        except ModuleNotFoundError as error:
+            raise ServiceError(f"--plot needs {error.name}: pip install {error.name}") from None
+        tune_plot.plot(tuning, plot)
+    if as_json:
+        console.out.print_json(json.dumps(asdict(tuning)))
+    else:
+        console_tune.show(tuning)
+
+
+@app.command()
 def doctor(
     host: Annotated[str, Flag(help="Where serve would listen.")] = "127.0.0.1",
     http_port: Annotated[int, Flag(help="Where serve would listen.")] = 8000,

@@ -53,7 +53,7 @@ class WorkerProcess:
 
     async def start(self, folder: Path) -> None:
         """Load the model in ``folder`` and listen. ModelError when it cannot be served."""
-        runner, latency = await asyncio.to_thread(self._load, folder)
+        runner, latency = await asyncio.to_thread(load, self.config, folder, self._threads)
         self.address = await self._server.bind(self.host)
         self._engine = self._assemble(runner, latency)
         self._engine.start()
@@ -79,34 +79,6 @@ class WorkerProcess:
     @property
     def _is_busy(self) -> bool:
         return self._server.num_requests > 0 or self._engine.load().leased_pages > 0
-
-    def _load(self, folder: Path) -> tuple[ModelRunner, LatencyModel]:
-        config = self.config
-        runner = load_runner(
-            folder,
-            dtype=config.dtype,
-            device=config.device,
-            page_size=config.page_size,
-            num_pages=config.num_pages,
-            threads=self._threads,
-            max_model_len=config.max_model_len,
-            max_tokens=config.max_num_batched_tokens,
-            max_seqs=config.max_num_seqs,
-        )
-        return runner, self._measure(runner)
-
-    def _measure(self, runner: ModelRunner) -> LatencyModel:
-        """On the thread that loaded the model: it is the one with the right number of cores."""
-        layout, device = runner.cache.layout, runner.cache.pool.device
-        key = f"{layout} {runner.attention.name} {device_name(device)} {self._threads} threads"
-        bounds = Bounds(
-            runner.cache.num_pages,
-            layout.page_size,
-            max_context=runner.config.max_model_len - 1,
-            max_decodes=self.config.max_num_seqs,
-            vocab_size=runner.vocab_size,
-        )
-        return known_latency(runner, bounds, cache_dir() / "latency", key)
 
     def _limits(self, device_type: str) -> Limits:
         config = self.config
@@ -163,6 +135,31 @@ class WorkerProcess:
             page_size=runner.cache.layout.page_size,
             vocab_size=runner.config.vocab_size,
         )
+
+
+def load(config: Config, folder: Path, threads: int) -> tuple[ModelRunner, LatencyModel]:
+    """The model, and what is known of its step times. ModelError when it cannot be served."""
+    runner = load_runner(
+        folder,
+        dtype=config.dtype,
+        device=config.device,
+        page_size=config.page_size,
+        num_pages=config.num_pages,
+        threads=threads,
+        max_model_len=config.max_model_len,
+        max_tokens=config.max_num_batched_tokens,
+        max_seqs=config.max_num_seqs,
+    )
+    layout, device = runner.cache.layout, runner.cache.pool.device
+    key = f"{layout} {runner.attention.name} {device_name(device)} {threads} threads"
+    bounds = Bounds(
+        runner.cache.num_pages,
+        layout.page_size,
+        max_context=runner.config.max_model_len - 1,
+        max_decodes=config.max_num_seqs,
+        vocab_size=runner.vocab_size,
+    )
+    return runner, known_latency(runner, bounds, cache_dir() / "latency", key)
 
 
 def default_threads(num_workers: int) -> int:
