@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.client import open_client, stream
-from bench.interference import prompt_of
 from bench.report import Record, percentile, save
 from bench.server import serving
+from bench.workloads import prompt_of
 
 SHORT_AFTER_S = 1.0  # a short prompt follows the second long one
 SHORT_TOKENS = 60

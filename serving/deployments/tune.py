@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serving.config import Config
-from serving.deployments.worker import default_threads, load
+from serving.deployments.worker import ONLINE_CEILING, default_threads, load
 from serving.service import ServiceError
 from workers.calibrate import Bounds, plan_of
 from workers.core.budget import room_for
@@ -31,7 +31,6 @@ from workers.weights import resolve
 BUDGETS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 CONTEXT = 500  # of each stream
 REPEATS = 3
-ONLINE_CEILING = 2048
 
 
 @dataclass(frozen=True, slots=True)

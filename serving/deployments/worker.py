@@ -29,7 +29,7 @@ from workers.runner import ModelRunner, device_name, load_runner
 from workers.threads import OnOneThread
 
 STEP_BUDGET = {"cpu": 64, "cuda": 2048}  # tokens, of the policies that have no budget of their own
-ONLINE_CEILING = {"cpu": 2048, "cuda": 8192}  # tokens; below it, the promised gaps decide
+ONLINE_CEILING = 2048  # tokens; below it, the promised gaps decide
 POLL_S = 0.05
 
 
@@ -86,7 +86,7 @@ class WorkerProcess:
         if config.max_num_batched_tokens is not None:
             return replace(limits, max_tokens=config.max_num_batched_tokens)
         if limits.by_deadline:
-            return replace(limits, max_tokens=ONLINE_CEILING[device_type], online=True)
+            return replace(limits, max_tokens=ONLINE_CEILING, online=True)
         return replace(limits, max_tokens=STEP_BUDGET[device_type])
 
     def _assemble(self, runner: ModelRunner, latency: LatencyModel) -> Engine:
