@@ -1,8 +1,8 @@
 """Which cluster serves a workload best: candidates tried in virtual time, under rising load.
 
 A plan's capacity is the highest rate of the same workload at which the wanted part of the requests
-keeps both promises. Every candidate meets the trace's own rate first; those that keep the target
-meet twice the rate, and so on; the last ones standing are bisected.
+keeps both promises. One candidate finds out which load is worth trying; everybody meets that,
+those that keep the target meet twice of it, and so on; the last ones standing are bisected.
 """
 
 import math
@@ -22,6 +22,7 @@ from workers.core.request import SLO
 
 MODES = ("mixed", "disaggregated", "auto")
 FRACTIONS = (0.25, 0.4, 0.5, 0.6, 0.75)  # of the workers that prefill
+FEW = 8  # workers, up to which every split is tried
 MIN_SPAN_S = 60.0  # a run lasts at least this long, so that queues can build up
 MIN_REQUESTS = 300
 MAX_SEQS = 256
@@ -147,7 +148,8 @@ class Planner:
                 f"the requests fits beside it"
             )
         rate = self._workload.rate
-        self._climb(candidates, rate)
+        start = self._scout(candidates[0], rate)
+        self._climb(candidates, start)
         best = max(candidates, key=_merit)
         by_mode = {
             mode: max(group, key=_merit)
@@ -156,22 +158,27 @@ class Planner:
         }
         top = max(candidate.trials[-1].rate for candidate in by_mode.values())
         for candidate in by_mode.values():  # the same loads for all, so that curves compare
-            for step in self._ladder(rate, top):
+            for step in (rate, *self._ladder(start, top)):
                 self._try(candidate, step)
         smallest = self._smallest(best.plan, 1.0)
         if_slower = self._smallest(best.plan, 1 + self._times(best.plan.tp).error)
         return Advice(rate, best, by_mode, smallest, if_slower, self.num_runs)
 
     def plans(self) -> Iterator[Plan]:
-        """Every mode, the two smallest tensor-parallel sizes that fit, three budgets."""
+        """Every mode, three budgets, some splits, and the smallest tensor-parallel sizes that fit:
+        two of them where workers are few."""
         longest = max(a.num_prompt + a.num_output for a in self._workload.arrivals)
         sizes = [tp for tp in (1, 2, 4, 8) if tp <= self._num_gpus]
         fitting = [tp for tp in sizes if self._tokens(tp) >= longest]
-        for tp in fitting[:2]:
+        few = bool(fitting) and self._num_gpus // fitting[0] <= FEW
+        for tp in fitting[: 2 if few else 1]:
             workers = self._num_gpus // tp
             for budget in self._budgets(tp):
                 yield Plan("mixed", tp, workers, 0, 0, budget)
-            splits = {min(max(1, round(f * workers)), workers - 1) for f in FRACTIONS}
+            splits = {
+                min(max(1, round(f * workers)), workers - 1)
+                for f in (FRACTIONS if few else FRACTIONS[::2])
+            }
             for prefill in sorted(splits) if workers > 1 else ():
                 decode = workers - prefill
                 yield Plan("disaggregated", tp, 0, prefill, decode, 8192)
@@ -188,6 +195,15 @@ class Planner:
                 break
             best = budget
         return sorted({max(64, best // 2), best, min(8192, best * 2)})
+
+    def _scout(self, candidate: Candidate, rate: float) -> float:
+        """The load that is worth trying on everybody: the last that one plan keeps."""
+        for _ in range(MAX_DOUBLINGS):
+            self._try(candidate, rate)
+            if candidate.capacity != rate:
+                break
+            rate *= 2
+        return candidate.capacity or rate
 
     def _climb(self, candidates: list[Candidate], rate: float) -> None:
         """Double the load until nobody keeps the target, then look between."""
