@@ -85,8 +85,10 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Blocking; releases the GIL, so a thread keeps the event loop free."""
-        return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Blocking; releases the GIL (the library's own ``encode`` does not), so that a thread
+        keeps the event loop free."""
+        encodings = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encodings[0].ids)
 
     def min_tokens(self, text: str) -> int:
         """At least so many tokens, told without encoding: for texts that are far too long."""

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,24 @@ def test_ids_equal_transformers(folder: Path) -> None:
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     for text in TEXTS:
         assert ours.encode(text) == theirs.encode(text)
+
+
+def test_encoding_leaves_other_threads_running(folder: Path) -> None:
+    """Else one long prompt stops the event loop, and with it everybody's stream."""
+    ours = Tokenizer.load(folder)
+    is_over = threading.Event()
+
+    def encode() -> None:
+        ours.encode("a long text " * 100_000)
+        is_over.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    num_turns = 0
+    while not is_over.wait(0.001):
+        num_turns += 1
+    thread.join()
+    assert num_turns > 20
 
 
 def test_the_chat_template_renders_as_in_transformers(folder: Path) -> None:
