@@ -100,7 +100,8 @@ def route(
     """The cheapest way to serve a request that may grow to ``total_tokens``.
 
     ``pinned`` names the worker, or the prefill and the decode worker. Workers in ``avoid`` (they
-    just failed this request) are used only when nobody else is left. Raises NoRoute.
+    just failed this request) are used only when nobody else is left, and a mode that they alone
+    made possible is given up before the request is. Raises NoRoute.
     """
     if not replicas:
         raise NoRoute("no worker is attached")
@@ -112,6 +113,8 @@ def route(
     if mode != MIXED:
         share = mode == DISAGGREGATED or not mixed  # else mixed workers share by routing alone
         split = _split(prompt_tokens, total_tokens, usable, share)
+    if not mixed and not split and avoid and mode != AUTO:
+        return route(prompt_tokens, total_tokens, replicas, avoid=avoid)
     if not mixed and not split:
         raise _no_route(prompt_tokens, total_tokens, usable, mode)
     return _decide(prompt_tokens, mixed, split, mode)

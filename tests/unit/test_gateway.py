@@ -151,6 +151,16 @@ async def test_a_lost_worker_costs_no_token_and_none_comes_twice(lost: str, at: 
     assert pools.held == set()
 
 
+async def test_a_stream_outlives_the_mode_that_it_asked_for() -> None:
+    """With one worker left there is no disaggregated mode; there is still the stream."""
+    pools = FakePools(*SPLIT, script=failing(5, WorkerLost("gone"), on="decode-0"))
+    deltas = await collect(gateway(pools), generation(mode="disaggregated"))
+    final = deltas[-1].final
+    assert ids(deltas) == expected(8)
+    assert final and (final.trace.mode, final.trace.decode_worker) == ("mixed", "prefill-0")
+    assert final.trace.fallback == "decode-0 was lost after 5 tokens; replayed"
+
+
 async def test_a_worker_lost_in_mixed_mode_is_replayed_on_another() -> None:
     script = failing(4, WorkerLost("gone"), on="mixed-0")
     pools = FakePools(worker("mixed-0"), worker("mixed-1", decode_seqs=1), script=script)
