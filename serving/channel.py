@@ -12,9 +12,16 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+)
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import grpc
 
@@ -27,6 +34,7 @@ from workers.core.output import KVLedger, Load, Output, Report
 from workers.core.request import Sequence
 
 HEARTBEAT_S = 0.5  # a load report at least this often
+LATE_S = 0.5  # how late a timeout may fire and still count
 SILENCE_S = 10.0  # a worker that says nothing for this long is lost
 CONNECT_TIMEOUT_S = 5.0
 RETRY_S = (0.1, 2.0)  # first and longest pause before attaching again
@@ -54,6 +62,7 @@ _CLIENT_OPTIONS = (
 )
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 # ------------------------------------------------------------------------------- worker's end
@@ -398,9 +407,8 @@ class _Link:
             self._stance = Stance(hello.role)
             self._worker, self._hello = worker, hello
             while True:
-                async with asyncio.timeout(min(SILENCE_S, self._stall_timeout_s)):
-                    report = _expect(await call.read(), "report").report
-                self._take(report, time.monotonic())
+                event = await _patiently(call.read(), min(SILENCE_S, self._stall_timeout_s))
+                self._take(_expect(event, "report").report, time.monotonic())
 
     def _take(self, report: pb.Report, now: float) -> None:
         load = messages.load_from_wire(report.load)
@@ -424,6 +432,22 @@ class _Link:
         self._hello = self._worker = None
         for stream in self._streams.values():
             stream.put_nowait(reason)
+
+
+async def _patiently(read: Awaitable[T], timeout_s: float) -> T:
+    """What is read. TimeoutError when nothing comes; a timeout that fires late says only that this
+    process was frozen itself, and nothing about the worker."""
+    task = asyncio.ensure_future(read)
+    try:
+        while True:
+            due = time.monotonic() + timeout_s
+            await asyncio.wait({task}, timeout=timeout_s)
+            if task.done():
+                return task.result()
+            if time.monotonic() - due < LATE_S:
+                raise TimeoutError
+    finally:
+        task.cancel()
 
 
 async def _drain(commands: "asyncio.Queue[pb.Command]") -> AsyncIterator[pb.Command]:

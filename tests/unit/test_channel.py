@@ -326,3 +326,14 @@ def test_values_survive_the_wire() -> None:
         assert messages.output_from_wire(messages.output_to_wire(output)) == output
     load = Load(*range(1, 14))
     assert messages.load_from_wire(messages.load_to_wire(load)) == load
+
+
+async def test_a_gateway_that_was_frozen_itself_loses_no_worker() -> None:
+    """FAULTS 75: silence counts only while somebody listened."""
+    worker = WorkerUnderTest("a")
+    worker.executor.step_s = 0.01
+    async with attached(worker, stall_timeout_s=1.0) as pools:
+        outputs = pools.submit("a", Submission(request("r", 1, 2, max_tokens=60)))
+        first = await anext(outputs)
+        time.sleep(2.0)  # the loop that both ends of the stream run on
+        assert tokens_of([first, *await collect(outputs)]) == answer_to((1, 2), 60)
