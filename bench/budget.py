@@ -72,7 +72,8 @@ async def offer(url: str, itl_ms: float, args: argparse.Namespace) -> Load:
 
 def measure(args: argparse.Namespace) -> dict[tuple[str, float], Load]:
     """The load of each setting under each promise (ms)."""
-    flags = ["--mixed", "1", "--prefill", "0", "--decode", "0", "--dtype", args.dtype]
+    flags = ["--ray", "local", "--mixed", "1", "--prefill", "0", "--decode", "0"]
+    flags += ["--dtype", args.dtype]
     loads: dict[tuple[str, float], Load] = {}
     with serving(*flags) as url:
         for itl_ms in args.itl_ms:
