@@ -37,10 +37,14 @@ class Server:
     url: str
     start_up_s: float  # process started to the first answer of its readiness probe
     mark: str
+    session: int
+
+    def processes(self) -> list[int]:
+        return processes(self.mark, self.session)
 
     def memory_bytes(self) -> int:
         """Of all its processes now, shared pages counted once."""
-        return sum(_memory_bytes(pid) for pid in processes(self.mark))
+        return sum(_memory_bytes(pid) for pid in self.processes())
 
 
 def free_port() -> int:
@@ -86,7 +90,7 @@ def running(
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_until_ready(url + ready_path, process, log, timeout_s)
-            yield Server(url, time.monotonic() - started, mark)
+            yield Server(url, time.monotonic() - started, mark, process.pid)
         finally:
             _stop(process, mark)
 
@@ -112,21 +116,34 @@ def _stop(process: "subprocess.Popen[bytes]", mark: str) -> None:
         process.kill()
         process.wait()
     deadline = time.monotonic() + KILL_TIMEOUT_S
-    while (left := processes(mark)) and time.monotonic() < deadline:
+    while (left := processes(mark, process.pid)) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
 
 
-def processes(mark: str) -> list[int]:
-    """Processes that were started with this mark in their environment."""
-    wanted, found = f"{MARK}={mark}".encode(), []
+def processes(mark: str, session: int) -> list[int]:
+    """What belongs to a server: by the mark in the environment, by session, by parent. Each of the
+    three alone can be lost (a new title, a new session, a parent that ended)."""
+    wanted, parents, found = f"{MARK}={mark}".encode(), dict[int, int](), set[int]()
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is not ours
-            if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found
+        with contextlib.suppress(OSError):  # it has just ended
+            state, parent, _, its_session = _stat(folder)
+            if state == "Z":
+                continue
+            parents[int(folder.name)] = int(parent)
+            environment = (folder / "environ").read_bytes().split(b"\0")
+            if int(its_session) == session or wanted in environment:
+                found.add(int(folder.name))
+    while children := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= children
+    return sorted(found)
+
+
+def _stat(folder: Path) -> list[str]:
+    """State, parent, process group and session of a process."""
+    return (folder / "stat").read_text().rpartition(")")[2].split()[:4]
 
 
 def _memory_bytes(pid: int) -> int:

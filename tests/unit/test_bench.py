@@ -276,9 +276,20 @@ def test_a_server_is_measured_and_ends_with_all_it_started() -> None:
     child = f"{sys.executable} -c 'import time; time.sleep(60)' &"
     command = ["sh", "-c", f"{child} exec {sys.executable} -m http.server {port}"]
     with server.running(command, port, "/", env={"PYTHONUNBUFFERED": "1"}) as running:
-        assert len(server.processes(running.mark)) == 2
+        assert len(running.processes()) == 2
         assert running.start_up_s > 0 and running.memory_bytes() > 1 << 20
-    assert server.processes(running.mark) == []
+    assert running.processes() == []
+
+
+@pytest.mark.parametrize("lost", ["mark", "session"])
+def test_a_process_that_hides_is_found(lost: str) -> None:
+    """vLLM writes its title over its environment, Ray gives its processes sessions."""
+    port = server.free_port()
+    hide = {"mark": f"env -u {server.MARK}", "session": "setsid"}[lost]
+    command = ["sh", "-c", f"{hide} sleep 60 & exec {sys.executable} -m http.server {port}"]
+    with server.running(command, port, "/") as running:
+        assert len(running.processes()) == 2
+    assert running.processes() == []
 
 
 def test_a_server_that_does_not_come_up_shows_its_log() -> None:
