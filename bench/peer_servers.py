@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.client import LLAMA, OPENAI, Dialect
-from bench.server import Server, evenflow_command, free_port, running
+from bench.server import EVENFLOW_ENV, Server, evenflow_command, free_port, running
 from workers.gguf import cache_dir
 from workers.weights import demo_file, resolve
 
@@ -80,7 +80,7 @@ def _evenflow(setting: Setting, threads: int, port: int) -> Launch:
     flags = ["--mixed", "1", "--prefill", "0", "--decode", "0", "--ray", "local"]
     flags += ["--threads", str(threads), "--dtype", "bfloat16"]
     flags += ["--max-num-batched-tokens", str(setting.budget)]
-    return Launch(evenflow_command(port, flags), "/ready", {}, "this checkout")
+    return Launch(evenflow_command(port, flags), "/ready", EVENFLOW_ENV, "this checkout")
 
 
 def _vllm(setting: Setting, threads: int, port: int) -> Launch:

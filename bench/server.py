@@ -25,6 +25,7 @@ STOP_TIMEOUT_S = 60.0
 KILL_TIMEOUT_S = 10.0
 LOG_TAIL = 3000
 MARK = "EVENFLOW_BENCH_SERVER"
+EVENFLOW_ENV = {"PYTHONPATH": str(Path(__file__).parents[1])}
 NOT_INHERITED = {"OMP_NUM_THREADS"}  # a server knows how many threads it was given
 
 
@@ -57,14 +58,14 @@ def free_port() -> int:
 def serving(*flags: str) -> Iterator[str]:
     """Start Evenflow with these `evenflow serve` flags; the URL of its HTTP door."""
     port = free_port()
-    with running(evenflow_command(port, flags), port, "/ready") as server:
+    with running(evenflow_command(port, flags), port, "/ready", env=EVENFLOW_ENV) as server:
         yield server.url
 
 
 def evenflow_command(port: int, flags: Sequence[str]) -> list[str]:
-    evenflow = Path(sys.executable).with_name("evenflow")  # of this virtual environment
+    """Of the checkout that this file is in, whatever is installed; needs ``EVENFLOW_ENV``."""
     ports = ["--http-port", str(port), "--grpc-port", str(free_port())]
-    return [str(evenflow), "serve", *ports, *flags]
+    return [sys.executable, "-c", "from serving.cli import main; main()", "serve", *ports, *flags]
 
 
 @contextlib.contextmanager

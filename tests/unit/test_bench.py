@@ -126,6 +126,15 @@ async def test_a_failed_request_leaves_no_figure() -> None:
         await loads.single(target, loads.Sizes())
 
 
+async def test_tokens_held_back_do_not_look_fast() -> None:
+    async def held_back(body: dict[str, object]) -> AsyncIterator[dict[str, object]]:
+        await asyncio.sleep(0.2)
+        yield {"choices": [{"token_ids": [1] * 128}]}
+
+    samples = await loads.single(loads.Target(serve(held_back), OPENAI), loads.Sizes(repeat=1))
+    assert samples["decode_tok_s"][0] < 128 / 0.2
+
+
 # ---------------------------------------------------------------------------- figures
 
 
