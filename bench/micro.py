@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -77,7 +78,7 @@ class Roof:
         kv = 2 * kv_heads * head_dim * (load.context + load.new) * load.num_seqs
         layers = config.num_layers
         num_bytes = item_bytes * (layers * (layer + kv) + head)
-        flops = 2 * layers * load.num_tokens * layer + 2 * head * load.num_seqs
+        flops = 2.0 * layers * load.num_tokens * layer + 2 * head * load.num_seqs
         flops += 4 * layers * heads * head_dim * attended * load.num_seqs
         return max(num_bytes / self.read_bytes_s, flops / self.flops_s)
 
@@ -120,7 +121,8 @@ def time_steps(runners: dict[str, ModelRunner], load: Load, rounds: int) -> dict
     times: dict[str, list[float]] = {name: [] for name in runners}
     for _ in range(rounds if repeats > 1 else max(3, rounds // 3)):
         for name, runner in runners.items():
-            times[name] += [_seconds(lambda r=runner: r.run(chunks)) for _ in range(repeats)]
+            step = partial(runner.run, chunks)
+            times[name] += [_seconds(step) for _ in range(repeats)]
     return times
 
 
@@ -216,7 +218,9 @@ def main() -> None:
     steps = measure_model(args.dtype, threads, args.rounds)
     plans = [measure_scheduler(*size) for size in ((8, 0), (256, 0), (256, 10_000))]
     print(_table(steps), _table(plans), sep="\n")
-    path = save("micro", steps + plans, dtype=args.dtype, isa=kernels().isa)
+    native = kernels()
+    isa = native.isa if native is not None else "torch"
+    path = save("micro", steps + plans, dtype=args.dtype, isa=isa)
     print(f"written to {path}")
 
 

@@ -73,8 +73,8 @@ class Launch:
         self._connect()
         if APP in serve.status().applications:
             raise LaunchError(
-                "this Ray serves an Evenflow already: end it with `serve shutdown`, or start "
-                "another Ray with --ray local"
+                "the Ray that runs here serves an Evenflow already: start another one beside it "
+                "with --ray local (and other ports), or end that one first"
             )
         config = self._config
         num_gpus = self._gpus_per_worker()
