@@ -86,7 +86,12 @@ def running(
     with tempfile.TemporaryFile("w+") as log:
         started = time.monotonic()
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_hear_interrupts,
         )
         try:
             url = f"http://127.0.0.1:{port}"
@@ -94,6 +99,11 @@ def running(
             yield Server(url, time.monotonic() - started, mark, process.pid)
         finally:
             _stop(process, mark)
+
+
+def _hear_interrupts() -> None:
+    """What runs in the background of a shell ignores SIGINT, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _wait_until_ready(
