@@ -50,7 +50,7 @@ sizes = contexts.flatmap(
 @given(
     sizes=st.lists(sizes, min_size=1, max_size=6),
     heads=st.sampled_from([(4, 2), (3, 3), (8, 1), (9, 3), (14, 2), (5, 1), (12, 1)]),
-    head_dim=st.sampled_from([16, 64, 80, 96, 128]),
+    head_dim=st.sampled_from([16, 18, 40, 64, 80, 96, 128, 256]),
     page_size=st.integers(1, 64),
     seed=st.integers(0, 1000),
 )

@@ -109,13 +109,14 @@ struct Tile {
   }
 };
 
-// A piece of a row of values as words: PACK * W dims of PACK neighbouring keys.
+// A piece of a row of values as words: PACK * W dims of PACK neighbouring keys, zeros where no dims
+// are left.
 template <class T>
 INLINE void value_words(const T *a, const T *b, int64_t left, Bits (&out)[PACK<T>]) {
   if constexpr (sizeof(T) == 4) {
-    out[0] = load_words(a, (int)std::min<int64_t>(left, W));
+    out[0] = load_words(a, (int)std::clamp<int64_t>(left, 0, W));
   } else {
-    int n = (int)std::min<int64_t>(left / 2, W);
+    const int n = (int)std::clamp<int64_t>(left / 2, 0, W);
     Pairs x = (Pairs)load_words(a, n), y = (Pairs)load_words(b, n);
     out[0] = (Bits)shuffle<Zipped<0>>(x, y);
     out[1] = (Bits)shuffle<Zipped<1>>(x, y);

@@ -18,6 +18,7 @@ import torch
 from workers.batch import AttentionMetadata
 from workers.kvcache import KVCache
 from workers.memory import use_huge_pages
+from workers.models.config import ModelError
 from workers.native.build import ISAS, BuildError, best_isa, open_library
 
 logger = logging.getLogger(__name__)
@@ -291,7 +292,7 @@ def kernels(isa: str | None = None) -> Kernels | None:
         logger.info("compute: torch, as asked")
         return None
     if isa not in ISAS:
-        raise ValueError(f"instruction set {isa!r} is none of torch, {', '.join(ISAS)}")
+        raise ModelError(f"instruction set {isa!r} is none of torch, {', '.join(ISAS)}")
     try:
         found = Kernels(isa)
     except BuildError as error:
