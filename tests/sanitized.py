@@ -21,11 +21,12 @@ from workers.runner import ModelRunner
 from workers.weights import Checkpoint
 
 FLAGS = ["-fsanitize=address", "-O1", "-g"]
+SHAPES = [((9, 3), 64, 16), ((4, 2), 16, 7), ((5, 1), 80, 1), ((6, 3), 40, 64)]
 SIZES = [(1, 1), (1, 15), (1, 257), (17, 80), (3, 300), (130, 600), (64, 64)]
 
 
 def attend(kernels: Kernels, dtype: torch.dtype) -> None:
-    for heads, head_dim, page_size in (((9, 3), 64, 16), ((4, 2), 16, 7), ((5, 1), 80, 1), ((6, 3), 40, 64)):
+    for heads, head_dim, page_size in SHAPES:
         batch = paged_batch(Shape(*heads, head_dim, page_size), SIZES, dtype)
         plan = NativeAttention(kernels).plan(batch.metadata, dtype)
         plan.store(batch.k, batch.v, batch.cache, 1)
