@@ -189,8 +189,8 @@ async def test_a_client_that_leaves_stops_its_request(stream: str, mode: str) ->
 
 
 async def test_many_streams_opened_and_closed_leave_nothing() -> None:
-    """FAULTS 79, 17."""
-    async with served(hashed(), delay_s=0.001, max_queue=1000) as s:
+    """FAULTS 79, 17: left to themselves they would run for ten seconds."""
+    async with served(hashed(), delay_s=0.02, max_queue=1000) as s:
         body = '{"prompt": "x", "max_tokens": 500, "ignore_eos": true, "stream": true, "n": 2}'
 
         async def one(wait_s: float) -> None:
@@ -200,7 +200,7 @@ async def test_many_streams_opened_and_closed_leave_nothing() -> None:
 
         for _ in range(3):
             await asyncio.gather(*(one(i / 5000) for i in range(100)))
-        await quiet(s.pools, s.gateway, within_s=2.0)
+        await quiet(s.pools, s.gateway, within_s=5.0)
 
 
 async def test_slow_readers_get_the_same_deltas() -> None:
