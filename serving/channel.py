@@ -406,6 +406,8 @@ class _Link:
             self._progress_at = time.monotonic()
             self._stance = Stance(hello.role)
             self._worker, self._hello = worker, hello
+            if not self._load.num_pages:  # nothing reported yet
+                self._load = Load(num_pages=hello.num_pages, free_pages=hello.num_pages)
             while True:
                 event = await _patiently(call.read(), min(SILENCE_S, self._stall_timeout_s))
                 self._take(_expect(event, "report").report, time.monotonic())
