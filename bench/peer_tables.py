@@ -142,5 +142,5 @@ def _cell(summary: Summary | None) -> str:
 
 
 def _env(column: Column) -> str:
-    kept = {key: value for key, value in column.settings["env"].items() if "/" not in value}
+    kept = column.settings["env"]
     return " with " + ", ".join(f"`{key}={value}`" for key, value in kept.items()) if kept else ""

@@ -86,7 +86,7 @@ def run(setting: Setting, args: argparse.Namespace, sizes: Sizes) -> Column:
         settings={
             "version": launch.version,
             "command": " ".join(Path(word).name for word in launch.command),
-            "env": launch.env,
+            "env": {key: value for key, value in launch.env.items() if "/" not in value},
             "load_before": round(load, 1),
         },
     )
