@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvtransfer.core.handle import KVHandle, KVLayout
 from kvtransfer.leases import Leases
 from kvtransfer.transport import TransferError, Transport
+from workers.core.load import scheduler_load
 from workers.core.output import KVLedger, Load, Output, Report, Timing, Token
 from workers.core.plan import Chunk, StepPlan
 from workers.core.request import Phase, Sequence
@@ -446,19 +447,10 @@ class Engine:
 
     def _measure(self) -> Load:
         scheduler = self._scheduler
-        decodes, prefills = scheduler.decodes, scheduler.prefills
-        return Load(
-            waiting_seqs=scheduler.num_waiting,
-            running_seqs=len(decodes) + len(prefills),
-            decode_seqs=len(decodes),
-            queued_tokens=scheduler.waiting_tokens + sum(seq.num_pending for seq in prefills),
-            context_tokens=sum(seq.num_computed for seq in decodes),
-            free_pages=scheduler.pool.num_free,
-            num_pages=scheduler.pool.num_pages,
-            leased_pages=sum(self._leases.held().values()),
+        return replace(
+            scheduler_load(scheduler, sum(self._leases.held().values())),
             step=self._steps,
             step_s=self._step_s,
-            num_preemptions=scheduler.num_preemptions,
             prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
             cached_tokens=self._cached_tokens,

@@ -5,13 +5,14 @@ the clock where the engine computes. Nothing here decides: whatever is decided, 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from bench.sim.clock import Clock
 from bench.sim.latency import Latency
 from kvtransfer.core.handle import KVHandle, KVLayout
 from kvtransfer.core.ledger import LeaseLedger
+from workers.core.load import scheduler_load
 from workers.core.output import Load
 from workers.core.pages import PagePool
 from workers.core.plan import BatchShape, StepPlan
@@ -276,20 +277,10 @@ class SimWorker:
         self._tell(self, note)
 
     def load(self) -> Load:
-        scheduler = self.scheduler
-        decodes, prefills = scheduler.decodes, scheduler.prefills
-        return Load(
-            waiting_seqs=scheduler.num_waiting,
-            running_seqs=len(decodes) + len(prefills),
-            decode_seqs=len(decodes),
-            queued_tokens=scheduler.waiting_tokens + sum(seq.num_pending for seq in prefills),
-            context_tokens=sum(seq.num_computed for seq in decodes),
-            free_pages=self.pool.num_free,
-            num_pages=self.pool.num_pages,
-            leased_pages=sum(self.leases.held().values()),
+        return replace(
+            scheduler_load(self.scheduler, sum(self.leases.held().values())),
             step=self.num_steps,
             step_s=self._step_s,
-            num_preemptions=scheduler.num_preemptions,
             prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
             cached_tokens=self._cached_tokens,
