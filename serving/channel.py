@@ -11,7 +11,7 @@ which pool: ``update`` is told.
 import asyncio
 import logging
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -20,6 +20,7 @@ from collections.abc import (
     Iterable,
     Mapping,
 )
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
@@ -65,6 +66,26 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class _Broken(Exception):
+    """The stream is of no use any more; the message says why."""
+
+
+@dataclass(slots=True)
+class Count:
+    """What one end has heard of a stream. gRPC keeps order and loses nothing; what stands between
+    may not, and a message that is lost or repeated must not become a token that is."""
+
+    heard: int = 0
+
+    def is_next(self, number: int) -> bool:
+        """False: heard before. _Broken when one is missing."""
+        if number > self.heard + 1:
+            raise _Broken(f"message {number} came after {self.heard}")
+        is_new = number > self.heard
+        self.heard = max(self.heard, number)
+        return is_new
+
+
 # ------------------------------------------------------------------------------- worker's end
 
 
@@ -107,6 +128,8 @@ class _Attached:
     stance: Stance = Stance("")
     outputs: list[Output] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
+    count: Count = field(default_factory=Count)  # of its commands
+    num_events: int = 0
 
     def put(self, outputs: Iterable[Output], load: Load, stance: Stance) -> None:
         self.outputs.extend(outputs)
@@ -122,8 +145,14 @@ class _Attached:
             load=messages.load_to_wire(self.load),
             role=self.stance.role,
             is_leaving=self.stance.is_leaving,
+            heard=self.count.heard,
         )
-        return pb.Event(report=report)
+        return self.numbered(pb.Event(report=report))
+
+    def numbered(self, event: pb.Event) -> pb.Event:
+        self.num_events += 1
+        event.number = self.num_events
+        return event
 
 
 class WorkerServer:
@@ -162,7 +191,7 @@ class WorkerServer:
         """Other services belong onto ``server`` before this."""
         self._engine = engine
         self._stance = Stance(identity.role)
-        self._hello = pb.Event(hello=_hello(identity))
+        self._hello = _hello(identity)
         rpc.add_WorkerServicer_to_server(self, self.server)
         await self.server.start()
         self._heart = asyncio.create_task(self._beat())
@@ -194,10 +223,10 @@ class WorkerServer:
     ) -> AsyncIterator[pb.Event]:
         gateway = _Attached()
         self._gateways.add(gateway)
-        reader = asyncio.create_task(self._obey(request_iterator, gateway))
+        reader = asyncio.create_task(self._listen(request_iterator, gateway))
         reader.add_done_callback(lambda _: gateway.news.set())
         try:
-            yield self._hello
+            yield gateway.numbered(pb.Event(hello=self._hello))
             gateway.put((), self._engine.load(), self._stance)
             while not reader.done() and len(gateway.outputs) < MAX_PENDING_OUTPUTS:
                 yield await gateway.take()
@@ -218,20 +247,28 @@ class WorkerServer:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, "debug is off on this worker")
         return messages.ledger_to_wire(await asyncio.to_thread(self._engine.ledger))
 
-    async def _obey(self, commands: AsyncIterator[pb.Command], gateway: _Attached) -> None:
-        async for command in commands:
-            match command.WhichOneof("command"):
-                case "submit":
-                    self._submit(command.submit, gateway)
-                case "abort":
-                    self._early.pop(command.abort, None)
-                    self._engine.abort(command.abort)
-                case "hand_off":
-                    self._engine.hand_off(command.hand_off)
-                case "set_role":
-                    self._stand(Stance(command.set_role))
-                case "drain":
-                    self.leave()
+    async def _listen(self, commands: AsyncIterator[pb.Command], gateway: _Attached) -> None:
+        """Until the stream ends."""
+        try:
+            async for command in commands:
+                if gateway.count.is_next(command.number):
+                    self._obey(command, gateway)
+        except _Broken as error:
+            log.warning("a gateway's stream is ended: %s", error)
+
+    def _obey(self, command: pb.Command, gateway: _Attached) -> None:
+        match command.WhichOneof("command"):
+            case "submit":
+                self._submit(command.submit, gateway)
+            case "abort":
+                self._early.pop(command.abort, None)
+                self._engine.abort(command.abort)
+            case "hand_off":
+                self._engine.hand_off(command.hand_off)
+            case "set_role":
+                self._stand(Stance(command.set_role))
+            case "drain":
+                self.leave()
 
     def _stand(self, stance: Stance) -> None:
         self._stance = stance
@@ -290,8 +327,39 @@ def _hello(identity: Identity) -> pb.Hello:
 # ------------------------------------------------------------------------------ gateway's end
 
 
-class _Broken(Exception):
-    """The stream is of no use any more; the message says why."""
+class Connection(Protocol):
+    """The stream to one worker, while it is open."""
+
+    async def read(self) -> pb.Event | object:
+        """The next event; anything else when there will be none. AioRpcError."""
+        ...
+
+    async def ledger(self) -> pb.KVLedger:
+        """AioRpcError."""
+        ...
+
+
+# address, commands and the deployment's token, to a connection that ends with its context
+Connect = Callable[[str, AsyncIterator[pb.Command], str], AbstractAsyncContextManager[Connection]]
+
+
+class _Call:
+    def __init__(self, worker: rpc.WorkerStub, commands: AsyncIterator[pb.Command], token: str):
+        self._worker, self._metadata = worker, credentials(token)
+        self.read = worker.Attach(commands, metadata=self._metadata).read
+
+    async def ledger(self) -> pb.KVLedger:
+        return await self._worker.GetKVLedger(
+            pb.KVLedgerRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata
+        )
+
+
+@asynccontextmanager
+async def over_grpc(
+    address: str, commands: AsyncIterator[pb.Command], token: str
+) -> AsyncIterator[Connection]:
+    async with grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS) as channel:
+        yield _Call(rpc.WorkerStub(channel), commands, token)
 
 
 class _Link:
@@ -303,9 +371,10 @@ class _Link:
         address: str,
         stall_timeout_s: float,
         on_change: Callable[[str], None],
-        token: str,
+        open: Callable[[str, AsyncIterator[pb.Command]], AbstractAsyncContextManager[Connection]],
+        clock: Callable[[], float],
     ) -> None:
-        self._metadata = credentials(token)
+        self._open, self._clock = open, clock
         self.worker_id = worker_id
         self.address = address
         self._on_change = on_change
@@ -317,8 +386,8 @@ class _Link:
         self._progress_at = 0.0
         self._stuck_at_step: int | None = None  # it stopped here; not trusted until it moves
         self._streams: dict[str, asyncio.Queue[Output | str]] = {}  # a str: lost, and why
-        self._commands: asyncio.Queue[pb.Command] = asyncio.Queue()
-        self._worker: rpc.WorkerStub | None = None
+        self._commands = _Commands()
+        self._connection: Connection | None = None
         self._task = asyncio.create_task(self._run(), name=f"link {worker_id}")
 
     @property
@@ -343,8 +412,8 @@ class _Link:
             raise WorkerLost(f"{self.worker_id} is not attached")
         assert request_id not in self._streams, f"{request_id} is already on {self.worker_id}"
         stream = self._streams[request_id] = asyncio.Queue()
-        submit = messages.submission_to_wire(submission, time.monotonic())
-        self._commands.put_nowait(pb.Command(submit=submit))
+        submit = messages.submission_to_wire(submission, self._clock())
+        self._commands.put(pb.Command(submit=submit), self._clock())
         return stream
 
     def close(self, request_id: str) -> None:
@@ -354,7 +423,7 @@ class _Link:
 
     def tell(self, command: pb.Command) -> None:
         if self._hello is not None:  # a broken stream aborts by itself what came over it
-            self._commands.put_nowait(command)
+            self._commands.put(command, self._clock())
 
     def retire(self) -> None:
         self.retired = True
@@ -370,12 +439,9 @@ class _Link:
         return self._task.done()
 
     async def ledger(self) -> KVLedger:
-        if self._worker is None:
+        if self._connection is None:
             raise WorkerLost(f"{self.worker_id} is not attached")
-        answer = await self._worker.GetKVLedger(
-            pb.KVLedgerRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata
-        )
-        return messages.ledger_from_wire(answer)
+        return messages.ledger_from_wire(await self._connection.ledger())
 
     async def _run(self) -> None:
         pause = RETRY_S[0]
@@ -395,22 +461,26 @@ class _Link:
             pause = min(2 * pause, RETRY_S[1])
 
     async def _stay_attached(self) -> None:
-        self._commands = asyncio.Queue()
-        async with grpc.aio.insecure_channel(self.address, options=_CLIENT_OPTIONS) as channel:
-            worker = rpc.WorkerStub(channel)
-            call = worker.Attach(_drain(self._commands), metadata=self._metadata)
+        self._commands, count = _Commands(), Count()
+        async with self._open(self.address, self._commands.sent()) as connection:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                hello = _expect(await call.read(), "hello").hello
-            if hello.worker_id != self.worker_id:
-                raise _Broken(f"{self.address} is now {hello.worker_id}")
-            self._progress_at = time.monotonic()
-            self._stance = Stance(hello.role)
-            self._worker, self._hello = worker, hello
-            if not self._load.num_pages:  # nothing reported yet
-                self._load = Load(num_pages=hello.num_pages, free_pages=hello.num_pages)
+                first = _expect(await connection.read(), "hello")
+            count.is_next(first.number)
+            self._greet(first.hello, connection)
             while True:
-                event = await _patiently(call.read(), min(SILENCE_S, self._stall_timeout_s))
-                self._take(_expect(event, "report").report, time.monotonic())
+                patience_s = min(SILENCE_S, self._stall_timeout_s)
+                event = _expect(await _patiently(connection.read(), patience_s), "report")
+                if count.is_next(event.number):
+                    self._take(event.report, self._clock())
+
+    def _greet(self, hello: pb.Hello, connection: Connection) -> None:
+        if hello.worker_id != self.worker_id:
+            raise _Broken(f"{self.address} is now {hello.worker_id}")
+        self._progress_at = self._clock()
+        self._stance = Stance(hello.role)
+        self._connection, self._hello = connection, hello
+        if not self._load.num_pages:  # nothing reported yet
+            self._load = Load(num_pages=hello.num_pages, free_pages=hello.num_pages)
 
     def _take(self, report: pb.Report, now: float) -> None:
         load = messages.load_from_wire(report.load)
@@ -426,12 +496,14 @@ class _Link:
         if stance != self._stance:
             self._stance = stance
             self._on_change(self.worker_id)
+        if self._commands.unheard_s(report.heard, now) > min(SILENCE_S, self._stall_timeout_s):
+            raise _Broken("it does not hear what it is told")
         if now - self._progress_at > self._stall_timeout_s:
             self._stuck_at_step = load.step
             raise _Broken(f"no progress for {self._stall_timeout_s:g} s at step {load.step}")
 
     def _lose(self, reason: str) -> None:
-        self._hello = self._worker = None
+        self._hello = self._connection = None
         for stream in self._streams.values():
             stream.put_nowait(reason)
 
@@ -452,9 +524,29 @@ async def _patiently(read: Awaitable[T], timeout_s: float) -> T:
         task.cancel()
 
 
-async def _drain(commands: "asyncio.Queue[pb.Command]") -> AsyncIterator[pb.Command]:
-    while True:
-        yield await commands.get()
+class _Commands:
+    """What is said over one stream, numbered, and how much of it has been heard."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[pb.Command] = asyncio.Queue()
+        self._num_said = 0
+        self._unheard: deque[tuple[int, float]] = deque()  # number and when, oldest first
+
+    def put(self, command: pb.Command, now: float) -> None:
+        self._num_said += 1
+        command.number = self._num_said
+        self._unheard.append((command.number, now))
+        self._queue.put_nowait(command)
+
+    async def sent(self) -> AsyncIterator[pb.Command]:
+        while True:
+            yield await self._queue.get()
+
+    def unheard_s(self, heard: int, now: float) -> float:
+        """For how long the oldest one has not been heard, ``heard`` being the last that was."""
+        while self._unheard and self._unheard[0][0] <= heard:
+            self._unheard.popleft()
+        return now - self._unheard[0][1] if self._unheard else 0.0
 
 
 def _expect(event: pb.Event | object, kind: str) -> pb.Event:
@@ -474,8 +566,16 @@ def _reason(error: Exception) -> str:
 class ChannelPools:
     """``serving.pools.Pools`` over channels. Lives on one event loop; ``close`` ends its tasks."""
 
-    def __init__(self, *, stall_timeout_s: float = 60.0, token: str = "") -> None:
-        self._stall_timeout_s, self._token = stall_timeout_s, token
+    def __init__(
+        self,
+        *,
+        stall_timeout_s: float = 60.0,
+        token: str = "",
+        connect: Connect = over_grpc,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stall_timeout_s, self._clock = stall_timeout_s, clock
+        self._open = lambda address, commands: connect(address, commands, token)
         self._links: dict[str, _Link] = {}
         self._retired: list[_Link] = []  # finish their streams
         self._listeners: list[Callable[[str], None]] = []
@@ -490,7 +590,12 @@ class ChannelPools:
         for worker_id, address in addresses.items():
             if worker_id not in self._links:
                 self._links[worker_id] = _Link(
-                    worker_id, address, self._stall_timeout_s, self._changed, self._token
+                    worker_id,
+                    address,
+                    self._stall_timeout_s,
+                    self._changed,
+                    self._open,
+                    self._clock,
                 )
 
     def workers(self) -> list[WorkerView]:
@@ -516,7 +621,7 @@ class ChannelPools:
         self._tell(worker_id, pb.Command(abort=request_id))
 
     def reserve(self, worker_id: str, submission: Submission) -> None:
-        submit = messages.submission_to_wire(submission, time.monotonic())
+        submit = messages.submission_to_wire(submission, self._clock())
         self._tell(worker_id, pb.Command(submit=submit))
 
     def hand_off(self, worker_id: str, request_id: str) -> None:
