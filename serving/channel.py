@@ -32,9 +32,10 @@ from protos import evenflow_pb2_grpc as rpc
 from serving import messages
 from serving.pools import Submission, WorkerLost, WorkerView
 from workers.core.output import KVLedger, Load, Output, Report
+from workers.core.pace import Pace
 from workers.core.request import Sequence
 
-HEARTBEAT_S = 0.5  # a load report at least this often
+HEARTBEAT_S = 0.5  # a load report at least this often, and how fast the worker is
 LATE_S = 0.5  # how late a timeout may fire and still count
 SILENCE_S = 10.0  # a worker that says nothing for this long is lost
 CONNECT_TIMEOUT_S = 5.0
@@ -96,6 +97,7 @@ class Engine(Protocol):
     def abort(self, request_id: str) -> None: ...
     def hand_off(self, request_id: str) -> None: ...
     def load(self) -> Load: ...
+    def pace(self) -> Pace: ...
     def ledger(self) -> KVLedger: ...
 
 
@@ -126,6 +128,7 @@ class _Attached:
 
     load: Load = field(default_factory=Load)
     stance: Stance = Stance("")
+    pace: Pace | None = None  # when it is time to tell it
     outputs: list[Output] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     count: Count = field(default_factory=Count)  # of its commands
@@ -140,12 +143,14 @@ class _Attached:
         await self.news.wait()
         self.news.clear()
         outputs, self.outputs = self.outputs, []
+        pace, self.pace = self.pace, None
         report = pb.Report(
             outputs=map(messages.output_to_wire, outputs),
             load=messages.load_to_wire(self.load),
             role=self.stance.role,
             is_leaving=self.stance.is_leaving,
             heard=self.count.heard,
+            pace=None if pace is None else messages.pace_to_wire(pace),
         )
         return self.numbered(pb.Event(report=report))
 
@@ -227,6 +232,7 @@ class WorkerServer:
         reader.add_done_callback(lambda _: gateway.news.set())
         try:
             yield gateway.numbered(pb.Event(hello=self._hello))
+            gateway.pace = self._engine.pace()
             gateway.put((), self._engine.load(), self._stance)
             while not reader.done() and len(gateway.outputs) < MAX_PENDING_OUTPUTS:
                 yield await gateway.take()
@@ -309,6 +315,9 @@ class WorkerServer:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
+            pace = self._engine.pace()
+            for gateway in self._gateways:
+                gateway.pace = pace
             self._deliver(Report((), self._engine.load()))
 
 
@@ -383,6 +392,7 @@ class _Link:
         self._stall_timeout_s = stall_timeout_s
         self._hello: pb.Hello | None = None
         self._load = Load()
+        self._pace: Pace | None = None
         self._progress_at = 0.0
         self._stuck_at_step: int | None = None  # it stopped here; not trusted until it moves
         self._streams: dict[str, asyncio.Queue[Output | str]] = {}  # a str: lost, and why
@@ -404,6 +414,7 @@ class _Link:
             page_size=hello.page_size,
             max_model_len=hello.max_model_len,
             is_leaving=self._stance.is_leaving,
+            pace=self._pace,
         )
 
     def open(self, submission: Submission) -> "asyncio.Queue[Output | str]":
@@ -488,6 +499,8 @@ class _Link:
         if load.step != self._load.step or not (load.running_seqs or waits):
             self._progress_at, self._stuck_at_step = now, None
         self._load = load
+        if report.HasField("pace"):
+            self._pace = messages.pace_from_wire(report.pace)
         for message in report.outputs:
             stream = self._streams.get(message.request_id)
             if stream is not None:

@@ -10,11 +10,14 @@ from operator import attrgetter
 from kvtransfer.messages import handle_from_wire, handle_to_wire
 from protos import evenflow_pb2 as pb
 from serving.pools import Submission
+from workers.core.latency import GUESS
 from workers.core.output import KVLedger, Load, Output, Timing, Token
+from workers.core.pace import Pace
 from workers.core.request import SLO, Request, Sampling, Sequence
 
 _LOAD_FIELDS = tuple(f.name for f in dataclasses.fields(Load))
 _load_values = attrgetter(*_LOAD_FIELDS)
+_PACE_FIELDS = tuple(f.name for f in dataclasses.fields(Pace))
 _SCALARS = (  # of Sampling: same name and meaning on both sides
     "max_tokens",
     "min_tokens",
@@ -153,6 +156,19 @@ def load_to_wire(load: Load) -> pb.Load:
 
 def load_from_wire(message: pb.Load) -> Load:
     return Load(*_load_values(message))
+
+
+def pace_to_wire(pace: Pace) -> pb.Pace:
+    return pb.Pace(**{name: getattr(pace, name) for name in _PACE_FIELDS})
+
+
+def pace_from_wire(message: pb.Pace) -> Pace | None:
+    """None when it is of another release, whose model has another form."""
+    if len(message.coefficients) != len(GUESS):
+        return None
+    values = {name: getattr(message, name) for name in _PACE_FIELDS}
+    values["coefficients"] = tuple(message.coefficients)
+    return Pace(**values)
 
 
 def ledger_to_wire(ledger: KVLedger) -> pb.KVLedger:

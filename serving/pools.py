@@ -9,6 +9,7 @@ from typing import Protocol
 
 from kvtransfer.core.handle import KVHandle
 from workers.core.output import KVLedger, Load, Output
+from workers.core.pace import Pace
 from workers.core.request import Request
 
 MIXED, PREFILL, DECODE = "mixed", "prefill", "decode"
@@ -29,6 +30,7 @@ class WorkerView:
     page_size: int  # tokens per page
     max_model_len: int
     is_leaving: bool = False  # drained: takes nothing new
+    pace: Pace | None = None  # how fast it is; None until it has said so
 
 
 @dataclass(frozen=True, slots=True)

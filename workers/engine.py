@@ -18,6 +18,7 @@ from kvtransfer.leases import Leases
 from kvtransfer.transport import TransferError, Transport
 from workers.core.load import scheduler_load
 from workers.core.output import KVLedger, Load, Output, Report, Timing, Token
+from workers.core.pace import Pace, pace_of
 from workers.core.plan import Chunk, StepPlan
 from workers.core.request import Phase, Sequence
 from workers.core.scheduler import Departure, DoesNotFit, Scheduler
@@ -143,6 +144,12 @@ class Engine:
     def load(self) -> Load:
         """As of the last step."""
         return self._load
+
+    def pace(self) -> Pace:
+        """How fast this worker is now."""
+        layout = self._source.layout
+        token_bytes = layout.page_bytes // layout.page_size
+        return pace_of(self._scheduler.latency, self._scheduler.limits, token_bytes)
 
     @property
     def is_healthy(self) -> bool:

@@ -14,6 +14,7 @@ from kvtransfer.core.handle import KVHandle, KVLayout
 from kvtransfer.core.ledger import LeaseLedger
 from workers.core.load import scheduler_load
 from workers.core.output import Load
+from workers.core.pace import Pace, pace_of
 from workers.core.pages import PagePool
 from workers.core.plan import BatchShape, StepPlan
 from workers.core.policy import Limits
@@ -25,6 +26,7 @@ FAKE_SEED, FAKE_PLACE = 2654435761, 40503  # odd numbers that spread well
 # Learning costs as much as all the rest of a simulated step, and step times here do not change
 # by themselves: once learned, a sample now and then is enough.
 LEARN_ALL, LEARN_EVERY = 400, 16
+PACE_S = 0.5  # between two words of how fast it is: a live heartbeat
 IDLE_S = 0.25  # as the engine: how long an idle loop sleeps before it sweeps leases
 LLAMA_8B = KVLayout(
     "sim", num_layers=32, num_kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16"
@@ -69,6 +71,7 @@ class StepReport:
     handles: dict[str, KVHandle] = field(default_factory=dict)  # handed off
     fallbacks: list[str] = field(default_factory=list)  # ids whose KV is computed again here
     errors: dict[str, str] = field(default_factory=dict)
+    pace: Pace | None = None  # every now and then
 
 
 class Fetcher(Protocol):
@@ -108,7 +111,7 @@ class SimWorker:
         self._inbox: list[Callable[[], None]] = []
         self._is_stepping = False
         self._is_waking = False  # an idle wake-up is set
-        self._renew_at = 0.0
+        self._renew_at = self._pace_at = 0.0
         self._step_s = 0.0
         self._prompt_tokens, self._output_tokens, self._cached_tokens = 0, 0, 0
         self._note = StepReport(self.load())
@@ -271,10 +274,18 @@ class SimWorker:
     # ------------------------------------------------------------------ telling
 
     def _report(self) -> None:
-        note = self._note
+        note, now = self._note, self._clock.now
         note.load = self.load()
+        if now >= self._pace_at:
+            self._pace_at = now + PACE_S
+            note.pace = self.pace()
         self._note = StepReport(note.load)
         self._tell(self, note)
+
+    def pace(self) -> Pace:
+        layout = self.spec.layout
+        token_bytes = layout.page_bytes // layout.page_size
+        return pace_of(self.scheduler.latency, self.spec.limits, token_bytes)
 
     def load(self) -> Load:
         return replace(

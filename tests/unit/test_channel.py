@@ -13,10 +13,13 @@ import torch
 from kvtransfer.core.handle import KVHandle, KVLayout
 from kvtransfer.leases import Leases
 from kvtransfer.loopback import LoopbackNetwork, LoopbackTransport
+from protos import evenflow_pb2 as pb
 from serving import messages
 from serving.channel import ChannelPools, Identity, WorkerServer
 from serving.pools import Submission, WorkerLost
+from workers.core.latency import LatencyModel
 from workers.core.output import Load, Output, Timing, Token
+from workers.core.pace import Pace
 from workers.core.pages import PagePool
 from workers.core.policy import Limits
 from workers.core.request import SLO, Request, Sampling
@@ -40,6 +43,7 @@ class WorkerUnderTest:
         self.name, self.role = name, role
         self.network = network or LoopbackNetwork()
         self.executor = FakeRunner(VOCAB)
+        self.latency = LatencyModel()
         self.server = WorkerServer(debug=True)
 
     async def start(self, port: int = 0) -> str:
@@ -49,7 +53,7 @@ class WorkerUnderTest:
         incarnation = f"{self.name}-{time.monotonic_ns()}"
         self.engine = Engine(
             self.executor,
-            Scheduler(Limits(64, 32), PagePool(NUM_PAGES, 16)),
+            Scheduler(Limits(64, 32), PagePool(NUM_PAGES, 16), latency=self.latency),
             leases,
             LoopbackTransport(self.network, self.address, pool, LAYOUT, incarnation, leases),
             Source(self.address, incarnation, LAYOUT),
@@ -326,6 +330,18 @@ def test_values_survive_the_wire() -> None:
         assert messages.output_from_wire(messages.output_to_wire(output)) == output
     load = Load(*range(1, 14))
     assert messages.load_from_wire(messages.load_to_wire(load)) == load
+    pace = Pace((0.1, 0.2, 0.3, 0.4, 0.5, 0.6), 0.2, 1.5, 1.2, 1e-3, 1e-9, 4096, 8, 9, False, True)
+    assert messages.pace_from_wire(messages.pace_to_wire(pace)) == pace
+    assert messages.pace_from_wire(pb.Pace(coefficients=[1.0])) is None, "of another release"
+
+
+async def test_a_worker_says_how_fast_it_is_when_a_gateway_attaches_and_at_each_heartbeat() -> None:
+    worker = WorkerUnderTest("a")
+    async with attached(worker) as pools:
+        await until(lambda: pools.workers()[0].pace is not None)
+        assert pools.workers()[0].pace == worker.engine.pace()
+        worker.latency.coefficients = (1.0,) * 6
+        await until(lambda: pools.workers()[0].pace == worker.engine.pace())
 
 
 async def test_a_gateway_that_was_frozen_itself_loses_no_worker() -> None:

@@ -7,7 +7,9 @@ import statistics
 import pytest
 
 from workers.core.latency import GUESS, LatencyModel, features, restored
+from workers.core.pace import pace_of
 from workers.core.plan import BatchShape
+from workers.core.policy import Limits
 
 CPU = (0.013, 2e-4, 3e-7, 6e-4, 1.1e-6, 5e-4)
 
@@ -143,4 +145,21 @@ def test_transfers_are_learned_per_pair():
         model.observe_transfer(num_bytes, 0.02 + num_bytes / 0.5e9, "far")
     assert model.transfer_s(32 << 20, "near") == pytest.approx(0.001 + (32 << 20) / 2.5e9, rel=0.1)
     assert model.transfer_s(32 << 20, "far") == pytest.approx(0.02 + (32 << 20) / 0.5e9, rel=0.1)
-    assert model.transfer_s(32 << 20, "new") > 0
+    new = model.transfer_s(32 << 20, "new")
+    assert model.transfer_s(32 << 20, "near") < new < model.transfer_s(32 << 20, "far")
+
+
+def test_others_are_told_what_the_model_predicts():
+    model, machine = LatencyModel(), Machine(8)
+    assert not pace_of(model, Limits(), 4096).is_measured, "a guess is called one"
+    teach(model, machine, 300)
+    model.observe_transfer(1 << 20, 0.01, "near")
+    pace = pace_of(model, Limits(max_tokens=77, online=True), 4096)
+    for shape in (machine.shape(), BatchShape(0, 0, 3, 300)):
+        assert pace.step_s(shape) == pytest.approx(model.step_s(shape))
+        assert pace.step_s(shape) * pace.margin(shape.prefill_tokens > 0) == pytest.approx(
+            model.upper_s(shape)
+        )
+    assert pace.prompt_s(16, 400) == pytest.approx(model.prompt_s(16, 400))
+    assert pace.transfer_s(256) == pytest.approx(model.transfer_s(1 << 20, "near"))
+    assert (pace.max_tokens, pace.is_online, pace.is_measured) == (77, True, True)

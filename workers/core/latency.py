@@ -51,6 +51,18 @@ def features(shape: BatchShape) -> tuple[float, ...]:
     return (1.0, p, q, n, k, max(0, p + n - KNEE))
 
 
+def step_seconds(c: tuple[float, ...], shape: BatchShape) -> float:
+    """The expected duration of a step with these coefficients."""
+    x = features(shape)
+    return c[0] + c[1] * x[1] + c[2] * x[2] + c[3] * x[3] + c[4] * x[4] + c[5] * x[5] + TICK_S
+
+
+def prompt_seconds(c: tuple[float, ...], start: int, stop: int) -> float:
+    """What computing tokens [start, stop) of a prompt adds to the steps that they ride in."""
+    length = stop - start
+    return (c[1] + c[5]) * length + c[2] * length * (start + stop) / 2
+
+
 class _Kind:
     """What is remembered of the steps with prompts, or of those without."""
 
@@ -93,15 +105,13 @@ class LatencyModel:
         self._drift = 1.0
         self._prompts, self._decodes = _Kind(spread), _Kind(spread)
         self._links: dict[str, _Link] = {}
+        self._any_link = _Link()
 
     # ------------------------------------------------------------------ predicting
 
     def step_s(self, shape: BatchShape) -> float:
         """The expected duration."""
-        x, c = features(shape), self.coefficients
-        return self._drift * (
-            c[0] + c[1] * x[1] + c[2] * x[2] + c[3] * x[3] + c[4] * x[4] + c[5] * x[5] + TICK_S
-        )
+        return self._drift * step_seconds(self.coefficients, shape)
 
     def margin(self, with_prompts: bool) -> float:
         """The factor on ``step_s`` that CONFIDENCE of the steps of this kind stay below."""
@@ -114,13 +124,30 @@ class LatencyModel:
 
     def prompt_s(self, start: int, stop: int) -> float:
         """What computing tokens [start, stop) of a prompt adds to the steps that they ride in."""
-        c, length = self.coefficients, stop - start
-        context = length * (start + stop) / 2
-        return self._drift * ((c[1] + c[5]) * length + c[2] * context)
+        return self._drift * prompt_seconds(self.coefficients, start, stop)
 
     def transfer_s(self, num_bytes: int, pair: str = "") -> float:
-        """The expected duration of moving so many bytes from the worker named ``pair``."""
-        return (self._links.get(pair) or _Link()).seconds(num_bytes)
+        """The expected duration of moving so many bytes from the worker named ``pair``; as from
+        the others when nothing came from there yet."""
+        return (self._links.get(pair) or self._any_link).seconds(num_bytes)
+
+    def link(self) -> tuple[float, float]:
+        """Seconds of moving pages here, fixed and per byte, over all that they came from."""
+        return self._any_link.coefficients
+
+    def current(self) -> tuple[float, ...]:
+        """The coefficients as they hold now."""
+        return tuple(self._drift * c for c in self.coefficients)
+
+    @property
+    def spread(self) -> float:
+        """Of the log of observed / predicted, over steps with prompts."""
+        return self._prompts.spread
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the coefficients come from steps, here or at the calibration."""
+        return self._prior_weight == PRIOR_WEIGHT or self.num_steps > COLD_STEPS + SOLVE_EVERY
 
     # ------------------------------------------------------------------ learning
 
@@ -156,20 +183,21 @@ class LatencyModel:
     def observe_transfer(self, num_bytes: int, seconds: float, pair: str) -> None:
         """Moving so many bytes from the worker named ``pair`` took so long."""
         self._links.setdefault(pair, _Link()).observe(num_bytes, seconds)
+        self._any_link.observe(num_bytes, seconds)
 
     # ------------------------------------------------------------------ keeping
 
     def settle(self) -> None:
         """What was learned so far becomes what is fallen back on."""
         self._solve()
-        self._prior = self.coefficients = tuple(self._drift * c for c in self.coefficients)
+        self._prior = self.coefficients = self.current()
         self._drift, self._prior_weight = 1.0, PRIOR_WEIGHT
 
     def snapshot(self) -> dict[str, object]:
         """For a file, and back by ``restored``."""
         return {
-            "coefficients": [self._drift * c for c in self.coefficients],
-            "spread": self._prompts.spread,
+            "coefficients": list(self.current()),
+            "spread": self.spread,
         }
 
 
@@ -195,14 +223,13 @@ class _Link:
     def __init__(self) -> None:
         self._memory = Memory(2, self.MEMORY)
         self._prior = (2e-3, 1e-9)  # Gloo on one machine, slow
-        self._coefficients = self._prior
+        self.coefficients = self._prior
 
     def seconds(self, num_bytes: int) -> float:
-        fixed, per_byte = self._coefficients
+        fixed, per_byte = self.coefficients
         return fixed + per_byte * num_bytes
 
     def observe(self, num_bytes: int, seconds: float) -> None:
         self._memory.add((1.0, float(num_bytes)), max(seconds, TICK_S))
-        self._coefficients = (0.0, 0.0)
         found = solve([self._memory], self._prior, self._prior, PRIOR_WEIGHT)
-        self._coefficients = (found[0], found[1])
+        self.coefficients = (found[0], found[1])

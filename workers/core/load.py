@@ -17,4 +17,5 @@ def scheduler_load(scheduler: Scheduler, leased_pages: int) -> Load:
         num_pages=scheduler.pool.num_pages,
         leased_pages=leased_pages,
         num_preemptions=scheduler.num_preemptions,
+        promised_itl_s=scheduler.promised_itl_s,
     )

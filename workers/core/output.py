@@ -64,6 +64,7 @@ class Load:
     chunk_tokens: int = 0  # prompt tokens of the last step that had any
     predicted_ratio: float = 1.0  # step time predicted / observed, mean of recent steps
     prediction_error: float = 0.0  # |predicted / observed - 1|, mean of recent steps
+    promised_itl_s: float = 0.0  # the tightest gap promised to a running decode; 0: none
 
 
 @dataclass(frozen=True, slots=True)

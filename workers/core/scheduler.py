@@ -152,6 +152,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         return self._num_waiting
 
+    @property
+    def promised_itl_s(self) -> float:
+        """The tightest gap promised to a running decode; 0 when there is none."""
+        return min(self._promises, default=0.0)
+
     def waiting(self) -> Iterator[Sequence]:
         """Sequences that wait, in no particular order."""
         return (entry[3] for entry in self._waiting if entry[3].phase is Phase.WAITING)
