@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass, replace
 
 from bench.sim.clock import Clock
 from bench.sim.faults import NO_FAULTS, Faults
-from bench.sim.gateway import Call, Channel, SimGateway
+from bench.sim.gateway import Channel, SimGateway
 from bench.sim.links import SimLinks
 from bench.sim.outcome import Gaps, Outcome, Summary, summarize
+from bench.sim.streams import Call
 from bench.sim.worker import SimWorker, StepReport, WorkerSpec
 from bench.sim.workload import Arrival, Workload
 from serving.core.router import AUTO

@@ -6,12 +6,13 @@ when its worker is lost, let go everywhere when it ends.
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from bench.sim.clock import Clock
 from bench.sim.faults import Faults
 from bench.sim.outcome import Gaps, Outcome
+from bench.sim.streams import Call, Streams
 from bench.sim.worker import SimWorker, StepReport
 from kvtransfer.core.handle import KVHandle
 from serving.core.admission import admit
@@ -21,23 +22,6 @@ from workers.core.output import Load
 from workers.core.request import Request, Sequence
 
 MAX_ATTEMPTS = 3  # workers that one call may lose, as live
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """One request on its way, and the workers that may hold something of it."""
-
-    request: Request
-    outcome: Outcome
-    late_s: float  # a gap longer than this one counts as late
-    output: list[int] = field(default_factory=list)  # what the client has
-    worker: str = ""  # whose tokens count now
-    decode: str = ""  # where it goes after a hand-off
-    last_at: float = 0.0
-    num_late: int = 0
-    is_answered: bool = False
-    touched: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
 
 
 class Channel:
@@ -63,6 +47,7 @@ class Attached:
     view: ReplicaView  # without what changes
     load: Load
     channel: Channel
+    streams: Streams
 
 
 class SimGateway:
@@ -92,12 +77,15 @@ class SimGateway:
         view = ReplicaView(worker.id, worker.role, worker.spec.capacity)
         load = Load(num_pages=worker.spec.num_pages, free_pages=worker.spec.num_pages)
         channel = Channel(self._clock, self._faults, self._rng)
-        self._attached[worker.id] = Attached(worker, view, load, channel)
+        self._attached[worker.id] = Attached(worker, view, load, channel, Streams(self.gaps))
 
     def lose(self, worker_id: str) -> None:
         """The worker is found dead: what ran there is replayed elsewhere."""
+        calls = [call for call in self._calls.values() if call.worker == worker_id]
+        for call in calls:
+            self._attached[worker_id].streams.leave(call)
         del self._attached[worker_id]
-        for call in [call for call in self._calls.values() if call.worker == worker_id]:
+        for call in calls:
             self._replay(call, worker_id)
 
     def heard(self, worker_id: str, note: StepReport) -> None:
@@ -106,7 +94,7 @@ class SimGateway:
         if attached is None:
             return
         attached.load = note.load
-        self._take_tokens(worker_id, note.sampled)
+        self._take_tokens(worker_id, attached.streams, note)
         for name in note.fallbacks:
             call = self._calls.get(name)
             if call is not None:
@@ -118,23 +106,22 @@ class SimGateway:
         for name, handle in note.handles.items():
             self._hand_over(worker_id, name, handle)
 
-    def _take_tokens(self, worker_id: str, sampled: dict[str, int]) -> None:
-        now, calls, add_gap = self._clock.now, self._calls, self.gaps.add
-        for name, token in sampled.items():
-            call = calls.get(name)
-            if call is None or call.worker != worker_id:
+    def _take_tokens(self, worker_id: str, streams: Streams, note: StepReport) -> None:
+        now = self._clock.now
+        if note.decodes:
+            for joined in streams.step(note.decodes, now, self._calls):
+                self._answered(joined, worker_id)
+        for seq in note.prompts:
+            call = self._calls.get(seq.id)
+            if call is None or call.seq is not seq:
                 continue  # aborted, or replayed elsewhere meanwhile
             if call.output:
-                gap = now - call.last_at
-                add_gap(gap)
-                if gap > call.late_s:
-                    call.num_late += 1
+                self.gaps.add(now - call.last_at)
+                call.num_late += now - call.last_at > call.late_s
             else:
                 call.outcome.first_at = now
-            call.last_at = now
-            call.output.append(token)
-            if not call.is_answered:
-                self._answered(call, worker_id)
+            call.take(1, now)
+            self._answered(call, worker_id)
 
     # ------------------------------------------------------------------ a call
 
@@ -187,9 +174,10 @@ class SimGateway:
         self._in_flight.add(worker_id, request.id, tokens, attached.load, self._clock.now)
         if worker_id not in call.touched:
             call.touched.append(worker_id)
+        self._collect(call)
         call.worker = worker_id
-        seq = Sequence(request, hand_off, handle, list(call.output))
-        attached.channel.send(attached.worker.submit, seq)
+        call.seq = Sequence(request, hand_off, handle, list(call.output))
+        attached.channel.send(attached.worker.submit, call.seq)
 
     def _hand_over(self, worker_id: str, name: str, handle: KVHandle) -> None:
         call = self._calls.get(name)
@@ -200,6 +188,7 @@ class SimGateway:
 
     def _replay(self, call: Call, worker_id: str) -> None:
         """What the client has is kept and goes along."""
+        self._collect(call)
         call.outcome.num_replays += 1
         self._in_flight.remove(worker_id, call.request.id)
         self._let_go(call)
@@ -218,6 +207,7 @@ class SimGateway:
             self._end(call, why)
 
     def _end(self, call: Call, why: str) -> None:
+        self._collect(call)
         if call.worker:
             self._in_flight.remove(call.worker, call.request.id)
         self._let_go(call)
@@ -231,9 +221,17 @@ class SimGateway:
         self._ended(call)
 
     def _answered(self, call: Call, worker_id: str) -> None:
-        call.is_answered = True
-        self._num_unanswered -= 1
+        """Its first token from there has come."""
         self._in_flight.remove(worker_id, call.request.id)
+        if not call.is_answered:
+            call.is_answered = True
+            self._num_unanswered -= 1
+
+    def _collect(self, call: Call) -> None:
+        """Write down what its stream has brought so far, and listen no longer."""
+        attached = self._attached.get(call.worker)
+        if attached is not None:
+            attached.streams.leave(call)
 
     def _let_go(self, call: Call) -> None:
         """A receiver before its source."""

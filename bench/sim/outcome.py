@@ -68,12 +68,12 @@ class Gaps:
         self.counts: dict[int, int] = {}
         self._last = (-1.0, 0)  # gaps of one step are mostly equal
 
-    def add(self, gap_s: float) -> None:
+    def add(self, gap_s: float, times: int = 1) -> None:
         last, bucket = self._last
         if gap_s != last:
             bucket = int(math.log(max(gap_s, _SMALLEST_S) / _SMALLEST_S) / _PER_BUCKET)
             self._last = (gap_s, bucket)
-        self.counts[bucket] = self.counts.get(bucket, 0) + 1
+        self.counts[bucket] = self.counts.get(bucket, 0) + times
 
     @property
     def total(self) -> int:

@@ -4,8 +4,9 @@ It repeats what ``workers.engine.Engine`` does between two steps, in the same or
 the clock where the engine computes. Nothing here decides: whatever is decided, live code decides.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Protocol
 
 from bench.sim.clock import Clock
@@ -21,8 +22,7 @@ from workers.core.policy import Limits
 from workers.core.request import Sequence
 from workers.core.scheduler import DoesNotFit, Scheduler
 
-VOCAB = 49152
-FAKE_SEED, FAKE_PLACE = 2654435761, 40503  # odd numbers that spread well
+FAKE_SEED, MAX_FAKE = 2654435761, 1 << 31  # an odd number that spreads well
 # Learning costs as much as all the rest of a simulated step, and step times here do not change
 # by themselves: once learned, a sample now and then is enough.
 LEARN_ALL, LEARN_EVERY = 400, 16
@@ -37,7 +37,11 @@ LIMITS = Limits(max_tokens=512, max_seqs=256)
 
 def fake_token(seed: int, position: int) -> int:
     """The token at ``position`` of the output: known without running anything."""
-    return (seed * FAKE_SEED + position * FAKE_PLACE) % VOCAB
+    return seed * FAKE_SEED % MAX_FAKE + position
+
+
+def _next_token(seq: Sequence) -> int:
+    return fake_token(seq.request.sampling.seed, len(seq.output))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,8 @@ class StepReport:
     """One message per step, as live: what each sequence got, and the load after it."""
 
     load: Load
-    sampled: dict[str, int] = field(default_factory=dict)  # request id -> its new token
+    decodes: tuple[Sequence, ...] = ()  # a token for each
+    prompts: list[Sequence] = field(default_factory=list)  # computed to the end: a token for each
     finished: dict[str, str] = field(default_factory=dict)  # request id -> why
     handles: dict[str, KVHandle] = field(default_factory=dict)  # handed off
     fallbacks: list[str] = field(default_factory=list)  # ids whose KV is computed again here
@@ -114,6 +119,8 @@ class SimWorker:
         self._renew_at = self._pace_at = 0.0
         self._step_s = 0.0
         self._prompt_tokens, self._output_tokens, self._cached_tokens = 0, 0, 0
+        self._next_tokens: dict[str, Iterator[int]] = {}  # of the decodes of the last step
+        self._decodes: tuple[Sequence, ...] = ()
         self._note = StepReport(self.load())
 
     # ------------------------------------------------------------------ in
@@ -183,16 +190,9 @@ class SimWorker:
         self._prompt_tokens += shape.prefill_tokens
         if self.num_steps <= LEARN_ALL or self.num_steps % LEARN_EVERY == 0:
             self.scheduler.latency.observe(shape, step_s)
-        sampled = {  # fake_token, without a call for each
-            seq.id: (seq.request.sampling.seed * FAKE_SEED + len(seq.output) * FAKE_PLACE) % VOCAB
-            for seq in plan.decodes
-        }
-        for seq, start, length in plan.prefills:
-            if start + length == seq.num_tokens:
-                sampled[seq.id] = fake_token(seq.request.sampling.seed, len(seq.output))
-        departures = self.scheduler.commit(plan, sampled)
         note = self._note
-        note.sampled = sampled
+        sampled = self._sample(plan, note)
+        departures = self.scheduler.commit(plan, sampled)
         self._output_tokens += len(sampled)
         for seq, reason, pages in departures:
             if pages is not None:
@@ -201,6 +201,22 @@ class SimWorker:
                 note.finished[seq.id] = reason or ""
         self._report()
         self._turn()
+
+    def _sample(self, plan: StepPlan, note: StepReport) -> dict[str, int]:
+        """The next fake token of everybody who gets one. Decodes that were in the last step as well
+        count on from there: that costs nothing."""
+        before = self._next_tokens
+        if plan.decodes != self._decodes:
+            self._next_tokens = {
+                seq.id: before.get(seq.id) or count(_next_token(seq)) for seq in plan.decodes
+            }
+        note.decodes = self._decodes = plan.decodes
+        sampled = dict(zip(self._next_tokens, map(next, self._next_tokens.values()), strict=True))
+        for seq, start, length in plan.prefills:
+            if start + length == seq.num_tokens:
+                sampled[seq.id] = _next_token(seq)
+                note.prompts.append(seq)
+        return sampled
 
     def _rest(self) -> None:
         """Idle. As the engine, look at the leases again in a while if there are any."""

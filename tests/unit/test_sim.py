@@ -6,8 +6,8 @@ import pytest
 
 from bench.sim.cluster import Cluster, Pool, Result
 from bench.sim.faults import NO_FAULTS, Faults
-from bench.sim.gateway import Call
 from bench.sim.latency import Coefficients, Link
+from bench.sim.streams import Call
 from bench.sim.worker import WorkerSpec, fake_token
 from bench.sim.workload import Arrival, Workload
 from workers.core.policy import POLICIES, Limits
