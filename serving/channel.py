@@ -194,11 +194,16 @@ class WorkerServer:
 
     async def start(self, engine: Engine, identity: Identity) -> None:
         """Other services belong onto ``server`` before this."""
+        self.attend(engine, identity)
+        rpc.add_WorkerServicer_to_server(self, self.server)
+        await self.server.start()
+
+    def attend(self, engine: Engine, identity: Identity) -> None:
+        """What there is without a port: ``Attach`` may be called, on this loop."""
+        self._loop = asyncio.get_running_loop()
         self._engine = engine
         self._stance = Stance(identity.role)
         self._hello = _hello(identity)
-        rpc.add_WorkerServicer_to_server(self, self.server)
-        await self.server.start()
         self._heart = asyncio.create_task(self._beat())
 
     def leave(self) -> None:
@@ -207,10 +212,14 @@ class WorkerServer:
 
     async def stop(self) -> None:
         """Cut every stream. Whatever came over them is aborted."""
+        await self.rest()
+        await self.server.stop(grace=None)
+
+    async def rest(self) -> None:
+        """End what ``attend`` began."""
         if self._heart is not None:
             self._heart.cancel()
             await asyncio.gather(self._heart, return_exceptions=True)
-        await self.server.stop(grace=None)
 
     def emit(self, report: Report) -> None:
         """From the engine's thread: one wake-up of the loop per step."""
