@@ -70,6 +70,14 @@ def sequence_from_wire(message: pb.Submit, now: float) -> Sequence:
     )
 
 
+def requests_of(message: pb.Command | pb.Event) -> list[str]:
+    """The requests that one message of the stream is about."""
+    if isinstance(message, pb.Event):
+        return [output.request_id for output in message.report.outputs]
+    names = (message.submit.request_id, message.abort, message.hand_off)
+    return [name for name in names if name]
+
+
 def _sampling_to_wire(sampling: Sampling) -> pb.Sampling:
     return pb.Sampling(
         **{name: getattr(sampling, name) for name in _SCALARS},

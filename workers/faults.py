@@ -1,13 +1,15 @@
-"""An executor that fails, freezes or dies at given steps. Off unless the configuration asks for it:
-for tests and ``bench.faults`` only."""
+"""Steps that fail, freeze, drag or die, and sequences that lose their pages, at given steps. Off
+unless the configuration asks for it: for tests and ``bench.faults`` only."""
 
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from workers.core.output import Token
-from workers.core.plan import Chunk
+from workers.core.plan import Chunk, StepPlan
+from workers.core.scheduler import Scheduler
 from workers.engine import Executor
 
 
@@ -19,6 +21,8 @@ class StepFaults:
     freeze_at: int = 0
     freeze_s: float = 1.0
     kill_at: int = 0
+    slow_s: float = 0.0  # longer than it takes, each of them
+    preempt_every: int = 0  # the least important sequence, before each so-many-eth step
 
 
 class FaultyExecutor:
@@ -35,4 +39,21 @@ class FaultyExecutor:
             time.sleep(self._faults.freeze_s)
         if self._step == self._faults.raise_at:
             raise RuntimeError("raised on purpose")
+        if self._faults.slow_s:
+            time.sleep(self._faults.slow_s)
         return self._executor.run(chunks)
+
+
+class FaultyScheduler(Scheduler):
+    def __init__(self, *args: Any, faults: StepFaults, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._every, self._step = faults.preempt_every, 0
+
+    def plan(self, now: float = 0.0) -> StepPlan:
+        self._step += 1
+        if self._step % self._every or not self._num_running:
+            return super().plan(now)
+        victim = self._least_important()
+        self._preempt(victim)
+        plan = super().plan(now)
+        return replace(plan, preempted=(victim, *plan.preempted))

@@ -10,9 +10,8 @@ from bench.sim.paged import PagedModel
 from kvtransfer.core.handle import KVHandle
 from kvtransfer.leases import Leases
 from kvtransfer.transport import TransferError
-from protos import evenflow_pb2 as pb
 from serving.channel import WorkerServer
-from serving.messages import ledger_to_wire
+from serving.messages import ledger_to_wire, requests_of
 
 DETECT_S = 0.02  # until a closed connection is noticed
 CLOSED = object()  # what is read when nothing more will come
@@ -92,11 +91,7 @@ class Meddler:
 
 def is_about(message: Any, request: str) -> bool:
     """A request, or one of its later hops."""
-    if isinstance(message, pb.Command):
-        names = [message.submit.request_id, message.abort, message.hand_off]
-    else:
-        names = [output.request_id for output in message.report.outputs]
-    return any(name.split("~")[0] == request for name in names)
+    return any(name.split("~")[0] == request for name in requests_of(message))
 
 
 class Wire:
@@ -106,7 +101,7 @@ class Wire:
         self,
         server: WorkerServer,
         process: Process | None,
-        commands: AsyncIterator[pb.Command],
+        commands: AsyncIterator[Any],
         latency_s: float,
         meddler: Meddler,
     ) -> None:
@@ -134,7 +129,7 @@ class Wire:
     async def read(self) -> Any:
         return await self._up.get()
 
-    async def ledger(self) -> pb.KVLedger:
+    async def ledger(self) -> Any:
         return ledger_to_wire(self._server._engine.ledger())
 
     async def _carry_down(self) -> None:
@@ -162,7 +157,7 @@ class Wire:
             await self._process.moves()
             await events.aclose()  # type: ignore[attr-defined]
 
-    async def _heard(self) -> AsyncIterator[pb.Command]:
+    async def _heard(self) -> AsyncIterator[Any]:
         assert self._process is not None
         while (command := await self._down.get()) is not CLOSED:
             await self._process.moves()

@@ -9,6 +9,7 @@ import os
 import time
 import uuid
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from kvtransfer.collective import CollectiveTransport
@@ -23,7 +24,7 @@ from workers.core.pages import PagePool
 from workers.core.policy import Limits
 from workers.core.scheduler import Scheduler
 from workers.engine import Engine, Executor, Source
-from workers.faults import FaultyExecutor, StepFaults
+from workers.faults import FaultyExecutor, FaultyScheduler, StepFaults
 from workers.gguf import cache_dir
 from workers.runner import ModelRunner, device_name, load_runner
 from workers.threads import OnOneThread
@@ -106,11 +107,13 @@ class WorkerProcess:
         )
         add_pages_service(self._server.server, transport.endpoint)
         executor: Executor = OnOneThread(runner, self._threads)
+        faults = read_faults(StepFaults, config.step_faults)
         if config.step_faults:
-            executor = FaultyExecutor(executor, read_faults(StepFaults, config.step_faults))
+            executor = FaultyExecutor(executor, faults)
+        make = partial(FaultyScheduler, faults=faults) if faults.preempt_every else Scheduler
         return Engine(
             executor,
-            Scheduler(
+            make(
                 self._limits(device.type),
                 PagePool(cache.num_pages, cache.layout.page_size),
                 model=cache.layout.model,
