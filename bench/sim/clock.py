@@ -1,5 +1,6 @@
 """Virtual time: what happens next, and when. It never sleeps and knows no wall clock."""
 
+import gc
 import heapq
 from collections.abc import Callable
 from itertools import count
@@ -24,6 +25,15 @@ class Clock:
 
     def run(self) -> None:
         """Until nothing is left to happen."""
+        was_collecting = gc.isenabled()
+        gc.disable()  # nothing here dies in a cycle, and looking for some costs a tenth
+        try:
+            self._run()
+        finally:
+            if was_collecting:
+                gc.enable()
+
+    def _run(self) -> None:
         events, pop = self._events, heapq.heappop
         while events:
             self.now, _, action, args = pop(events)

@@ -48,6 +48,8 @@ class Attached:
     load: Load
     channel: Channel
     streams: Streams
+    replica: ReplicaView | None = None  # as it looked to the router lately,
+    until: float = 0.0  # which holds so long, unless something is heard from it or sent to it
 
 
 class SimGateway:
@@ -93,7 +95,7 @@ class SimGateway:
         attached = self._attached.get(worker_id)
         if attached is None:
             return
-        attached.load = note.load
+        attached.load, attached.replica = note.load, None
         self._take_tokens(worker_id, attached.streams, note)
         for name in note.fallbacks:
             call = self._calls.get(name)
@@ -172,6 +174,7 @@ class SimGateway:
         request = call.request
         tokens = 0 if handle else len(request.prompt) + len(call.output)
         self._in_flight.add(worker_id, request.id, tokens, attached.load, self._clock.now)
+        attached.replica = None
         if worker_id not in call.touched:
             call.touched.append(worker_id)
         self._collect(call)
@@ -190,7 +193,7 @@ class SimGateway:
         """What the client has is kept and goes along."""
         self._collect(call)
         call.outcome.num_replays += 1
-        self._in_flight.remove(worker_id, call.request.id)
+        self._forget(worker_id, call)
         self._let_go(call)
         call.worker = ""
         call.lost.append(worker_id)
@@ -209,7 +212,7 @@ class SimGateway:
     def _end(self, call: Call, why: str) -> None:
         self._collect(call)
         if call.worker:
-            self._in_flight.remove(call.worker, call.request.id)
+            self._forget(call.worker, call)
         self._let_go(call)
         if not call.is_answered:
             call.is_answered = True
@@ -222,7 +225,7 @@ class SimGateway:
 
     def _answered(self, call: Call, worker_id: str) -> None:
         """Its first token from there has come."""
-        self._in_flight.remove(worker_id, call.request.id)
+        self._forget(worker_id, call)
         if not call.is_answered:
             call.is_answered = True
             self._num_unanswered -= 1
@@ -232,6 +235,13 @@ class SimGateway:
         attached = self._attached.get(call.worker)
         if attached is not None:
             attached.streams.leave(call)
+
+    def _forget(self, worker_id: str, call: Call) -> None:
+        """It is no longer on its way to the worker: reported, or over."""
+        self._in_flight.remove(worker_id, call.request.id)
+        attached = self._attached.get(worker_id)
+        if attached is not None:
+            attached.replica = None
 
     def _let_go(self, call: Call) -> None:
         """A receiver before its source."""
@@ -245,13 +255,16 @@ class SimGateway:
             attached.channel.send(attached.worker.abort, name)
 
     def _replica(self, attached: Attached, now: float) -> ReplicaView:
-        view, load = attached.view, attached.load
-        unreported = self._in_flight.unreported(view.id, load, now)
-        return ReplicaView(
-            view.id,
-            view.role,
-            view.capacity,
-            load.queued_tokens + sum(unreported),
-            load.decode_seqs,
-            load.waiting_seqs + len(unreported),
-        )
+        if attached.replica is None or now >= attached.until:
+            view, load = attached.view, attached.load
+            unreported = self._in_flight.unreported(view.id, load, now)
+            attached.until = self._in_flight.holds_until(view.id, now)
+            attached.replica = ReplicaView(
+                view.id,
+                view.role,
+                view.capacity,
+                load.queued_tokens + sum(unreported),
+                load.decode_seqs,
+                load.waiting_seqs + len(unreported),
+            )
+        return attached.replica

@@ -5,7 +5,7 @@ the clock where the engine computes. Nothing here decides: whatever is decided, 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
@@ -304,8 +304,9 @@ class SimWorker:
         return pace_of(self.scheduler.latency, self.spec.limits, token_bytes)
 
     def load(self) -> Load:
-        return replace(
-            scheduler_load(self.scheduler, sum(self.leases.held().values())),
+        return scheduler_load(
+            self.scheduler,
+            sum(self.leases.held().values()),
             step=self.num_steps,
             step_s=self._step_s,
             prompt_tokens=self._prompt_tokens,

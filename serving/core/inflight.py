@@ -4,6 +4,7 @@ Without it a burst between two reports would go to one worker.
 """
 
 from dataclasses import dataclass
+from math import inf
 
 from workers.core.output import Load
 
@@ -38,4 +39,9 @@ class InFlight:
     def unreported(self, worker: str, load: Load, now: float) -> list[int]:
         """Token counts of the submissions that ``load`` does not contain yet."""
         sent = self._sent.get(worker, {}).values()
-        return [s.tokens for s in sent if s.load == load or now - s.at < SETTLE_S]
+        return [s.tokens for s in sent if now < s.at + SETTLE_S or s.load == load]
+
+    def holds_until(self, worker: str, now: float) -> float:
+        """Until then ``unreported`` stays as it is, if neither load nor submissions change."""
+        sent = self._sent.get(worker, {}).values()
+        return min((s.at + SETTLE_S for s in sent if s.at + SETTLE_S > now), default=inf)

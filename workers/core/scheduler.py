@@ -149,6 +149,15 @@ class Scheduler:
         return list(self._prefills)
 
     @property
+    def num_decodes(self) -> int:
+        return len(self._decodes)
+
+    @property
+    def decode_context(self) -> int:
+        """Tokens of context of all running decodes."""
+        return self._decode_context
+
+    @property
     def num_waiting(self) -> int:
         return self._num_waiting
 
