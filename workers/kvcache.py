@@ -43,7 +43,8 @@ class KVCache:
 
         Attention multiplies what lies behind a context by a weight of zero, so it has to be finite.
         """
-        self.pool.index_fill_(0, pages, 0)
+        if len(pages):
+            self.pool.index_fill_(0, pages, 0)
 
 
 def num_pages_for(layout: KVLayout, num_bytes: int) -> int:

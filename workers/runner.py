@@ -66,7 +66,8 @@ class ModelRunner:
         seqs = [chunk.seq for chunk in chunks if chunk.samples]
         if not seqs:
             return {}
-        logits = self.model.logits(hidden[batch.sampled_rows])
+        all_sample = len(seqs) == len(hidden)
+        logits = self.model.logits(hidden if all_sample else hidden[batch.sampled_rows])
         tokens = self._sampler.sample(logits, seqs)
         return {seq.id: token for seq, token in zip(seqs, tokens, strict=True)}
 
@@ -103,11 +104,10 @@ def load_runner(
     longest = min(max_model_len or config.max_model_len, config.max_model_len)
     weights = Checkpoint(folder)
     constraints = Constraints(Grammars.load(folder, config.vocab_size, config.eos_ids))
-    sampler = Sampler(constraints) if where.type == "cpu" else DeviceSampler(constraints)
     if where.type == "cuda":
         limits = StepLimits(max_tokens or CUDA_MAX_TOKENS, max_seqs, longest)
         runner = _cuda_runner(
-            config, weights, precision, where, page_size, num_pages, limits, sampler
+            config, weights, precision, where, page_size, num_pages, limits, constraints
         )
         if runner is not None:
             return runner
@@ -121,6 +121,7 @@ def load_runner(
     )
     if num_pages is None:
         num_pages = default_num_pages(layout, longest, where)
+    sampler = _sampler(constraints, where, native)
     return ModelRunner(model, make_cache(layout, num_pages, where), attention, sampler)
 
 
@@ -131,6 +132,12 @@ def _native(
     return kernels(isa) if device.type == "cpu" and is_supported(config, dtype) else None
 
 
+def _sampler(constraints: Constraints, device: torch.device, native: Kernels | None) -> Sampler:
+    if device.type == "cuda":
+        return DeviceSampler(constraints)
+    return Sampler(constraints, native.argmax) if native else Sampler(constraints)
+
+
 def _cuda_runner(
     config: ModelConfig,
     weights: Checkpoint,
@@ -139,7 +146,7 @@ def _cuda_runner(
     page_size: int | None,
     num_pages: int | None,
     limits: StepLimits,
-    sampler: Sampler,
+    constraints: Constraints,
 ) -> ModelRunner | None:
     """None, with the reason in the log, where the fast kernels cannot run."""
     try:
@@ -151,6 +158,7 @@ def _cuda_runner(
     if attention is None:
         return None
     layout = config.kv_layout(checked_page_size(page_size, attention), precision)
+    sampler = DeviceSampler(constraints)
     return start.make_runner(config, weights, attention, layout, device, limits, num_pages, sampler)
 
 

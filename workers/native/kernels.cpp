@@ -119,6 +119,15 @@ void evenflow_logits(const Model *m, const void *hidden, int64_t rows, void *nor
   });
 }
 
+// logits [rows][n] -> the column of the largest of each row, the first of equal ones
+void evenflow_argmax(const float *logits, int64_t rows, int64_t n, int64_t *best, int threads) {
+  Team::run(threads, 1, [&](Team &team) {
+    team.share(rows, rows, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; r++) best[r] = argmax_row(logits + r * n, n);
+    });
+  });
+}
+
 // ------------------------------------------------------------------ weights
 
 int64_t evenflow_packed_columns(int64_t outputs, int gated) {

@@ -96,6 +96,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # name: (result, arguments)
     "scratch_bytes": (c_int64, [c_void_p, c_int64]),
     "forward": (None, [c_void_p] * 5 + [c_int]),
     "logits": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int]),
+    "argmax": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int]),
     "packed_columns": (c_int64, [c_int64, c_int]),
     "pack": (None, [c_int, c_void_p, c_void_p, c_int64, c_int64, c_int, c_void_p, c_void_p]),
     "read_all": (c_float, [c_void_p, c_int64, c_int]),
@@ -205,6 +206,13 @@ class Kernels:
             torch.get_num_threads(),
         )
         return out
+
+    def argmax(self, logits: torch.Tensor) -> list[int]:
+        """The most likely token of each row, float32 [rows, vocab_size]; of equal ones the first."""
+        best = torch.empty(len(logits), dtype=torch.int64)
+        threads = min(len(logits), torch.get_num_threads())  # to wake one takes longer than a row
+        self.call("argmax", logits, *logits.shape, best, threads)
+        return best.tolist()
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = torch.empty_like(x)

@@ -18,6 +18,8 @@ from workers.native.attention import NativePlan
 from workers.native.library import Kernels, PackedLinear
 from workers.weights import Checkpoint
 
+LEAST_ROTATIONS = 2048
+
 
 class NativeLlama:
     def __init__(
@@ -46,6 +48,7 @@ class NativeLlama:
             head=head,
         )
         self._rope = RotaryEmbedding(config, self.device)
+        self._rotations = torch.empty(0, config.head_dim)  # of positions from 0 on
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def forward(
@@ -89,8 +92,13 @@ class NativeLlama:
 
     def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
         """float32 [num_tokens, head_dim]: cosines of a row's angles, then sines."""
-        rotation, half = self._rope.at(positions, torch.float32), self.config.head_dim // 2
-        return torch.cat((rotation.cos[:, 0, :half], rotation.sin[:, 0, half:]), dim=-1)
+        longest = int(positions.max()) + 1
+        if longest > len(self._rotations):
+            known = torch.arange(max(longest, 2 * len(self._rotations), LEAST_ROTATIONS))
+            rotation, half = self._rope.at(known, torch.float32), self.config.head_dim // 2
+            parts = rotation.cos[:, 0, :half], rotation.sin[:, 0, half:]
+            self._rotations = torch.cat(parts, dim=-1)
+        return self._rotations.index_select(0, positions)
 
     def _scratch_for(self, num_tokens: int) -> torch.Tensor:
         size = self._kernels.call("scratch_bytes", self._model, num_tokens)

@@ -31,6 +31,24 @@ void norm(Team &team, const T *x, const T *weight, T *out, int64_t rows, int64_t
   });
 }
 
+// The index of the largest of n > 0 floats, the first of equal ones. NaN is never the largest.
+inline int64_t argmax_row(const float *x, int64_t n) {
+  constexpr int64_t BLOCK = 64 * W;
+  float largest = -INFINITY;
+  int64_t block = 0;
+  for (int64_t begin = 0; begin < n; begin += BLOCK) {
+    const int64_t end = std::min(n, begin + BLOCK);
+    Vec most = splat(-INFINITY);
+    int64_t i = begin;
+    for (; i + W <= end; i += W) most = max(load<Vec>(x + i), most);
+    float here = max(most);
+    for (; i < end; i++) here = x[i] > here ? x[i] : here;
+    if (here > largest) largest = here, block = begin;
+  }
+  while (block < n - 1 && !(x[block] == largest)) block++;
+  return block;
+}
+
 // Rotates pairs (i, i + n / 2). cos and sin: [n / 2]. `from` may be `to`.
 template <class T>
 void rotate_row(const T *from, const float *cos, const float *sin, T *to, int64_t n) {

@@ -2,7 +2,9 @@
 //
 // Every thread of a team runs the same code. `share` deals out pieces of work to whoever asks
 // first, so that a thread the system has taken away holds up no more than the piece it has; it
-// returns when all of them are done.
+// returns when all of them are done. A step has hundreds of such meetings, microseconds apart, and
+// OpenMP's barrier sleeps at each of them as soon as the process has more threads than the machine
+// has cores; ours keeps looking for a while, and then lets others run between two looks.
 #pragma once
 
 #include <omp.h>
@@ -13,10 +15,12 @@
 #include <memory>
 
 constexpr int64_t CACHE_LINE = 64;
+constexpr int PATIENCE = 4000;  // looks, before a thread sleeps
 
 class Team {
   struct alignas(CACHE_LINE) Counter {
     std::atomic<int64_t> next{0};
+    alignas(CACHE_LINE) std::atomic<int> arrived{0};
   };
 
  public:
@@ -36,10 +40,10 @@ class Team {
   // body(begin, end) for `num_pieces` even pieces of [0, n).
   template <class Body>
   void share(int64_t n, int64_t num_pieces, Body body) {
-    std::atomic<int64_t> &next = (counter_++)->next;
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_pieces;)
+    Counter &counter = *counter_++;
+    for (int64_t i; (i = counter.next.fetch_add(1, std::memory_order_relaxed)) < num_pieces;)
       body(n * i / num_pieces, n * (i + 1) / num_pieces);
-#pragma omp barrier
+    meet(counter.arrived);
   }
 
   // Pieces for even work: some for each thread, none of fewer than `least` items.
@@ -49,6 +53,26 @@ class Team {
 
  private:
   Team(Counter *counters, int size) : size(size), counter_(counters) {}
+
+  // Returns when every thread has come here. The counter is used once.
+  void meet(std::atomic<int> &arrived) const {
+    int count = arrived.fetch_add(1, std::memory_order_acq_rel) + 1;
+    if (count == size) {
+      arrived.notify_all();
+      return;
+    }
+    for (int looks = 0; looks < PATIENCE; looks++) {
+      if (arrived.load(std::memory_order_acquire) == size) return;
+      pause();
+    }
+    while ((count = arrived.load(std::memory_order_acquire)) < size) arrived.wait(count);
+  }
+
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
 
   Counter *counter_;
 };
