@@ -18,8 +18,10 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}  # of the norm
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def check(got: torch.Tensor, want: torch.Tensor) -> None:
-    assert (got.double() - want).norm() <= TOLERANCE[got.dtype] * want.norm()
+def check(got: torch.Tensor, want: torch.Tensor, size: torch.Tensor | None = None) -> None:
+    """``size``: of what was added up, where it may cancel out."""
+    size = want if size is None else size
+    assert (got.double() - want).norm() <= TOLERANCE[got.dtype] * size.norm()
 
 
 def attend(kernels: Kernels, batch: PagedBatch) -> torch.Tensor:
@@ -125,10 +127,13 @@ def test_linear_equals_float64(
     x = torch.randn(rows, inputs, generator=generator).to(dtype)
     weight = torch.randn(2 * outputs, inputs, generator=generator).to(dtype)
     bias = torch.randn(2 * outputs, generator=generator).to(dtype) if biased else None
-    want = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    check(kernels.linear(x, PackedLinear(kernels, weight, bias)), want)
-    gate, up = want.chunk(2, dim=-1)
-    check(kernels.linear(x, PackedLinear(kernels, weight, bias, gated=True)), F.silu(gate) * up)
+    parts = [x.double(), weight.double(), None if bias is None else bias.double()]
+    want = F.linear(*parts)
+    size = F.linear(*(None if part is None else part.abs() for part in parts))
+    check(kernels.linear(x, PackedLinear(kernels, weight, bias)), want, size)
+    gated, (gate, up) = PackedLinear(kernels, weight, bias, gated=True), want.chunk(2, dim=-1)
+    gate_size, up_size = size.chunk(2, dim=-1)
+    check(kernels.linear(x, gated), F.silu(gate) * up, gate_size * up_size)
 
 
 @KERNELS
@@ -184,3 +189,16 @@ def test_rotation_and_store_equal_torch(kernels: Kernels, head_dim: int, normed:
     )
     torch.testing.assert_close(qkv[:, :6], rotation.rotate(q), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(batch.cache.pool, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@KERNELS
+@pytest.mark.parametrize("size", [1, 5, 1024, 1030, 49152])
+def test_the_most_likely_token_is_the_first_of_the_largest(kernels: Kernels, size: int) -> None:
+    logits = torch.randn(5, size)
+    logits[1] = 2.0  # all equal
+    logits[2, size // 2 :] = logits[2].max() + 1
+    logits[3] = -torch.inf
+    logits[4] = torch.nan
+    want = [int((row == row.max()).nonzero()[0]) for row in logits[:4]]
+    assert kernels.argmax(logits[:4]) == want
+    assert 0 <= kernels.argmax(logits[4:])[0] < size, "a broken row ends nobody else's step"

@@ -208,7 +208,7 @@ class Kernels:
         return out
 
     def argmax(self, logits: torch.Tensor) -> list[int]:
-        """The most likely token of each row, float32 [rows, vocab_size]; of equal ones the first."""
+        """The most likely token of each row [vocab_size], float32; of equal ones the first."""
         best = torch.empty(len(logits), dtype=torch.int64)
         threads = min(len(logits), torch.get_num_threads())  # to wake one takes longer than a row
         self.call("argmax", logits, *logits.shape, best, threads)

@@ -8,6 +8,7 @@
 #include "vec.h"
 
 constexpr int STRIP = 2 * W;  // columns
+constexpr int64_t LINE = 64;  // bytes
 
 // Rows of a tile, so that its sums fit the registers beside a row of B: one strip wide, or two.
 template <int Strips>
@@ -23,7 +24,7 @@ struct Product {
   float *sums;
   int64_t sums_row;
   bool add;  // to what is there
-  // What is read next, so that it comes from memory meanwhile: some bytes with each of the k.
+  // What is read next, so that it comes from memory meanwhile: up to two lines with each of the k.
   const char *ahead;
   int64_t ahead_step;
 };
@@ -41,6 +42,7 @@ void tile(const Product &p) {
   const char *ahead = p.ahead;
   for (int64_t i = 0; i < p.k; i++, b += STRIP, ahead += p.ahead_step) {
     __builtin_prefetch(ahead, 0, 2);
+    __builtin_prefetch(ahead + LINE, 0, 2);
     Bits column[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) column[v] = load<Bits>(b + v / 2 * p.b_strip + v % 2 * W);
@@ -73,7 +75,7 @@ void tiles(int64_t rows, Product p, bool next_strip) {
     const int64_t row = rows * t / num_tiles, n = rows * (t + 1) / num_tiles - row;
     p.a = first.a + row * p.a_row;
     p.sums = first.sums + row * p.sums_row;
-    if (next_strip && num_tiles > 1) {
+    if (next_strip && rows > TILE_ROWS<2>) {  // with fewer, the processor's own guess does better
       p.ahead = (const char *)p.b + bytes + bytes * t / num_tiles;
       p.ahead_step = Strips * STRIP * 4 / num_tiles;
     }
