@@ -335,6 +335,11 @@ class ClusterStub:
                 request_serializer=protos_dot_evenflow__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=protos_dot_evenflow__pb2.Status.FromString,
                 _registered_method=True)
+        self.WatchStatus = channel.unary_stream(
+                '/evenflow.v1.Cluster/WatchStatus',
+                request_serializer=protos_dot_evenflow__pb2.WatchStatusRequest.SerializeToString,
+                response_deserializer=protos_dot_evenflow__pb2.Status.FromString,
+                _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/evenflow.v1.Cluster/Explain',
                 request_serializer=protos_dot_evenflow__pb2.ExplainRequest.SerializeToString,
@@ -350,6 +355,11 @@ class ClusterStub:
                 request_serializer=protos_dot_evenflow__pb2.DrainRequest.SerializeToString,
                 response_deserializer=protos_dot_evenflow__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Move = channel.unary_unary(
+                '/evenflow.v1.Cluster/Move',
+                request_serializer=protos_dot_evenflow__pb2.MoveRequest.SerializeToString,
+                response_deserializer=protos_dot_evenflow__pb2.MoveResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -357,6 +367,13 @@ class ClusterServicer:
 
     def GetStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchStatus(self, request, context):
+        """The status again and again, until the client cancels.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -382,12 +399,24 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Move(self, request, context):
+        """A running request goes on on another worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
                     request_deserializer=protos_dot_evenflow__pb2.GetStatusRequest.FromString,
+                    response_serializer=protos_dot_evenflow__pb2.Status.SerializeToString,
+            ),
+            'WatchStatus': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchStatus,
+                    request_deserializer=protos_dot_evenflow__pb2.WatchStatusRequest.FromString,
                     response_serializer=protos_dot_evenflow__pb2.Status.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
@@ -404,6 +433,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=protos_dot_evenflow__pb2.DrainRequest.FromString,
                     response_serializer=protos_dot_evenflow__pb2.DrainResponse.SerializeToString,
+            ),
+            'Move': grpc.unary_unary_rpc_method_handler(
+                    servicer.Move,
+                    request_deserializer=protos_dot_evenflow__pb2.MoveRequest.FromString,
+                    response_serializer=protos_dot_evenflow__pb2.MoveResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -432,6 +466,33 @@ class Cluster:
             target,
             '/evenflow.v1.Cluster/GetStatus',
             protos_dot_evenflow__pb2.GetStatusRequest.SerializeToString,
+            protos_dot_evenflow__pb2.Status.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/evenflow.v1.Cluster/WatchStatus',
+            protos_dot_evenflow__pb2.WatchStatusRequest.SerializeToString,
             protos_dot_evenflow__pb2.Status.FromString,
             options,
             channel_credentials,
@@ -514,6 +575,33 @@ class Cluster:
             '/evenflow.v1.Cluster/Drain',
             protos_dot_evenflow__pb2.DrainRequest.SerializeToString,
             protos_dot_evenflow__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Move(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/evenflow.v1.Cluster/Move',
+            protos_dot_evenflow__pb2.MoveRequest.SerializeToString,
+            protos_dot_evenflow__pb2.MoveResponse.FromString,
             options,
             channel_credentials,
             insecure,

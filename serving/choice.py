@@ -3,13 +3,14 @@
 It knows nothing about workers. The engine knows nothing about text.
 """
 
+import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from serving.errors import Internal
-from serving.generation import Delta, Generation, TokenLogprobs, TokenText
+from serving.generation import Delta, Generation, PromptLogprob, TokenLogprobs, TokenText
 from serving.tokenizer import Tokenizer
-from workers.core.output import Token
+from workers.core.output import PromptToken, Token
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class Choice:
         self._sent_chars = 0
         self._ids: list[int] = []  # since the last delta
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt: tuple[PromptLogprob, ...] = ()
         self.num_tokens = 0
 
     def feed(self, token: Token, finish_reason: str | None = None) -> Delta | None:
@@ -92,6 +94,8 @@ class Choice:
             raise Internal(f"a worker sampled token id {token.id}, outside the vocabulary")
         self.num_tokens += 1
         self._ids.append(token.id)
+        if self.num_tokens == 1 and self._shows(token.prompt):
+            self._prompt = self._render_prompt(token.prompt)
         ended = finish_reason == "stop" and token.id in generation.sampling.stop_ids
         if finish_reason and ended and not generation.include_stop:  # not part of the text
             return self._last(Checked(self._rest()), finish_reason, token.id)
@@ -132,20 +136,37 @@ class Choice:
     def _delta(
         self, text: str, finish_reason: str | None = None, stop_reason: str | int | None = None
     ) -> Delta:
-        ids, logprobs = tuple(self._ids), tuple(self._logprobs)
-        self._ids, self._logprobs = [], []
+        ids, logprobs, prompt = tuple(self._ids), tuple(self._logprobs), self._prompt
+        self._ids, self._logprobs, self._prompt = [], [], ()
         self._sent_chars += len(text)
-        return Delta(self._index, text, ids, logprobs, finish_reason, stop_reason)
+        return Delta(self._index, text, ids, logprobs, finish_reason, stop_reason, prompt=prompt)
 
     def _render(self, token: Token) -> TokenLogprobs:
-        def text(token_id: int, logprob: float) -> TokenText:
-            raw = self._tokenizer.token_bytes(token_id)
-            try:
-                shown = raw.decode()
-            except UnicodeDecodeError:
-                shown = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-            return TokenText(token_id, shown, raw, logprob)
-
         logprob = token.logprob if token.logprob is not None else 0.0
-        top = tuple(text(*pair) for pair in token.top)
-        return TokenLogprobs(text(token.id, logprob), top, self._num_chars)
+        top = tuple(self._shown(*pair) for pair in token.top)
+        return TokenLogprobs(self._shown(token.id, logprob), top, self._num_chars)
+
+    def _render_prompt(self, tokens: Sequence[PromptToken]) -> tuple[PromptLogprob, ...]:
+        first, *others = self._generation.prompts[self._index // self._generation.n]
+        rendered = [PromptLogprob(self._shown(first, 0.0), 0, (), 0)]
+        decoder, num_chars = codecs.getincrementaldecoder("utf-8")("replace"), 0
+        for token_id, token in zip(others, tokens, strict=True):
+            num_chars += len(decoder.decode(rendered[-1].token.bytes))
+            top = tuple(self._shown(*pair) for pair in token.top)
+            shown = self._shown(token_id, token.logprob)
+            rendered.append(PromptLogprob(shown, token.rank, top, num_chars))
+        return tuple(rendered)
+
+    def _shows(self, tokens: Sequence[PromptToken]) -> bool:
+        """Whether they were asked for, and are all there."""
+        prompt = self._generation.prompts[self._index // self._generation.n]
+        wanted = self._generation.sampling.prompt_logprobs is not None
+        return wanted and len(tokens) == len(prompt) - 1
+
+    def _shown(self, token_id: int, logprob: float) -> TokenText:
+        raw = self._tokenizer.token_bytes(token_id)
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError:
+            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        return TokenText(token_id, text, raw, logprob)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from serving.calls import CallDelta
 from workers.core.request import SLO, Sampling
 
 AUTO, MIXED, DISAGGREGATED = "auto", "mixed", "disaggregated"
@@ -62,6 +63,17 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprob:
+    """One token of a prompt as the model saw it coming. The first one has rank 0: nothing stands
+    before it."""
+
+    token: TokenText
+    rank: int
+    top: tuple[TokenText, ...]  # most likely first
+    offset: int  # characters of the prompt's text before it
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Each prompt counted once, the completions summed."""
 
@@ -101,12 +113,14 @@ class Final:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What came next for one choice. Has text, or a finish_reason, or both."""
+    """What came next for one choice. Has text, calls or a finish_reason."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]  # the tokens since the last delta, those that made no text included
     logprobs: tuple[TokenLogprobs, ...] = ()
-    finish_reason: str | None = None  # "stop" or "length"
+    finish_reason: str | None = None  # "stop", "length" or "tool_calls"
     stop_reason: str | int | None = None  # the stop string or stop token id that matched
     final: Final | None = None
+    prompt: tuple[PromptLogprob, ...] = ()  # with a choice's first delta, when asked for
+    calls: tuple[CallDelta, ...] = ()  # of functions; the front door finds them in the text

@@ -11,7 +11,7 @@ from kvtransfer.messages import handle_from_wire, handle_to_wire
 from protos import evenflow_pb2 as pb
 from serving.pools import Submission
 from workers.core.latency import GUESS
-from workers.core.output import KVLedger, Load, Output, Timing, Token
+from workers.core.output import KVLedger, Load, Output, PromptToken, Timing, Token
 from workers.core.pace import Pace
 from workers.core.request import SLO, Request, Sampling, Sequence
 
@@ -87,6 +87,7 @@ def _sampling_to_wire(sampling: Sampling) -> pb.Sampling:
         bad_words=[pb.TokenIds(ids=word) for word in sampling.bad_words],
         grammar=sampling.grammar,
         logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
     )
 
 
@@ -99,6 +100,7 @@ def _sampling_from_wire(message: pb.Sampling) -> Sampling:
         bad_words=tuple(tuple(word.ids) for word in message.bad_words),
         grammar=message.grammar,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
 
 
@@ -116,6 +118,8 @@ def output_to_wire(output: Output) -> pb.Output:
         for token_id, logprob in output.token.top:
             message.top_ids.append(token_id)
             message.top_logprobs.append(logprob)
+        if output.token.prompt:
+            message.prompt.extend(map(_prompt_to_wire, output.token.prompt))
     if output.handle is not None:
         message.handle.CopyFrom(handle_to_wire(output.handle))
     if output.promise is not None:
@@ -136,6 +140,9 @@ def output_from_wire(message: pb.Output) -> Output:
         logprob = message.logprob if message.HasField("logprob") else None
         top = tuple(zip(message.top_ids, message.top_logprobs, strict=True))
         token = Token(message.token, logprob, top)
+        if message.prompt:
+            prompt = tuple(map(_prompt_from_wire, message.prompt))
+            token = dataclasses.replace(token, prompt=prompt)
     return Output(
         request_id=message.request_id,
         token=token,
@@ -146,6 +153,20 @@ def output_from_wire(message: pb.Output) -> Output:
         fallback=message.fallback or None,
         timing=_timing_from_wire(message.timing) if message.HasField("timing") else None,
     )
+
+
+def _prompt_to_wire(token: PromptToken) -> pb.PromptToken:
+    return pb.PromptToken(
+        logprob=token.logprob,
+        rank=token.rank,
+        top_ids=[token_id for token_id, _ in token.top],
+        top_logprobs=[logprob for _, logprob in token.top],
+    )
+
+
+def _prompt_from_wire(message: pb.PromptToken) -> PromptToken:
+    top = tuple(zip(message.top_ids, message.top_logprobs, strict=True))
+    return PromptToken(message.logprob, message.rank, top)
 
 
 def _timing_from_wire(message: pb.Timing) -> Timing:

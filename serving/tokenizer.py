@@ -6,6 +6,7 @@ request.
 
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -53,6 +54,7 @@ class Tokenizer:
         fast.no_padding()
         self._fast = fast
         self._special = dict(special or {})
+        self.template = template or ""
         self._template = _environment().from_string(template) if template else None
         added = fast.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -108,6 +110,11 @@ class Tokenizer:
             return self._template.render(messages=messages, **values)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise TemplateFailed(f"the chat template refuses the messages: {error}") from error
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the model's template has a place for functions."""
+        return re.search(r"\btools\b", self.template) is not None
 
     def detokenizer(self) -> Detokenizer:
         """A fresh one, for one sequence."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvtransfer.core.handle import KVHandle, KVLayout
 from serving.pools import Submission, WorkerLost, WorkerView
-from workers.core.output import KVLedger, Load, Output, Timing, Token
+from workers.core.output import KVLedger, Load, Output, PromptToken, Timing, Token
 
 LAYOUT = KVLayout("fake", 1, 1, 8, 16, "float32")
 # What happens at one position of an answer: a token id, a whole output, or an exception.
@@ -153,10 +153,15 @@ class FakePools:
         return Output(submission.request.id, token, reason, handle, timing=timing)
 
     def _token(self, submission: Submission, id: int) -> Token:
-        k = submission.request.sampling.logprobs
+        sampling, prompt = submission.request.sampling, submission.request.prompt
+        shown: tuple[PromptToken, ...] = ()
+        if sampling.prompt_logprobs is not None and not submission.output:
+            top = tuple((3 + i, -0.25 - i) for i in range(sampling.prompt_logprobs))
+            shown = tuple(PromptToken(-1.5 - i, 7, top) for i in range(len(prompt) - 1))
+        k = sampling.logprobs
         if k is None:
-            return Token(id)
-        return Token(id, -0.5, tuple((id + i, -0.5 - i) for i in range(k)))
+            return Token(id, prompt=shown)
+        return Token(id, -0.5, tuple((id + i, -0.5 - i) for i in range(k)), shown)
 
     def _timing(self, submission: Submission) -> Timing:
         if submission.handle is not None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from kvtransfer.leases import Leases
 from kvtransfer.loopback import LoopbackNetwork, LoopbackTransport
 from workers.attention import AttentionBackend, TorchAttention
-from workers.core.output import Output, Report
+from workers.core.output import Output, Report, Token
 from workers.core.pages import PagePool
 from workers.core.policy import Limits
 from workers.core.request import Request, Sequence
@@ -35,6 +35,7 @@ class Pair:
     ) -> None:
         self.outputs: queue.SimpleQueue[tuple[str, Output]] = queue.SimpleQueue()
         self.num_early = 0
+        self.first_tokens: dict[str, Token] = {}  # of each request that ran
         network = LoopbackNetwork()
         layout = model.config.kv_layout(page_size, DTYPE_NAMES[str(model.dtype)])
         self.engines: dict[str, Engine] = {}
@@ -76,6 +77,7 @@ class Pair:
             assert output.error is None and output.fallback is None, output
             if output.token is not None:
                 tokens[output.request_id].append(output.token.id)
+                self.first_tokens.setdefault(output.request_id, output.token)
             if output.promise is not None and early:
                 seq = Sequence(by_id[output.request_id], handle=output.promise, is_early=True)
                 self.engines["d"].submit(seq)

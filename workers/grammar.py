@@ -34,6 +34,11 @@ def from_schema(schema: Mapping[str, Any] | bool) -> str:
     return str(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS))
 
 
+def lark_schema(schema: Mapping[str, Any]) -> str:
+    """As ``from_schema``, for a rule of a Lark grammar."""
+    return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS})
+
+
 def from_regex(pattern: str) -> str:
     return str(llguidance.LLMatcher.grammar_from_regex(pattern))
 

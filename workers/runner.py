@@ -23,6 +23,7 @@ from workers.models.llama import Llama
 from workers.native.attention import NativeAttention
 from workers.native.library import Kernels, kernels
 from workers.native.model import NativeLlama, is_supported
+from workers.prompt_logprobs import PromptLogprobs
 from workers.sampler import Sampler
 from workers.weights import Checkpoint
 
@@ -53,6 +54,7 @@ class ModelRunner:
         self.config = model.config
         self.vocab_size = model.config.vocab_size
         self.attention, self._sampler = attention, sampler or Sampler()
+        self._prompts = PromptLogprobs()
 
     @torch.inference_mode()
     def run(self, chunks: tuple[Chunk, ...]) -> dict[str, Token]:
@@ -63,17 +65,19 @@ class ModelRunner:
         self.cache.clear(batch.fresh_pages)
         plan = self.attention.plan(batch.attention, self.model.dtype)
         hidden = self.model.forward(batch.tokens, batch.positions, self.cache, plan)
+        self._prompts.note(chunks, hidden, self.model.logits)
         seqs = [chunk.seq for chunk in chunks if chunk.samples]
         if not seqs:
             return {}
         all_sample = len(seqs) == len(hidden)
         logits = self.model.logits(hidden if all_sample else hidden[batch.sampled_rows])
-        tokens = self._sampler.sample(logits, seqs)
+        tokens = self._prompts.attach(seqs, self._sampler.sample(logits, seqs))
         return {seq.id: token for seq, token in zip(seqs, tokens, strict=True)}
 
     def forget(self, request_id: str) -> None:
         """The sequence left this worker."""
         self._sampler.forget(request_id)
+        self._prompts.forget(request_id)
 
 
 def load_runner(

@@ -5,7 +5,7 @@ somebody's text.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serving.errors import BadRequest
@@ -89,6 +89,20 @@ class Fields:
             raise self.wrong(field, "must be an object")
         nested = Fields(value, f"{self.name(field)}.")
         self._sections.append(nested)
+        return nested
+
+    def objects(self, field: str) -> list["Fields"]:
+        """A list of objects; an absent one is empty."""
+        value = self.raw(field)
+        if value is None:
+            return []
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise self.wrong(field, "must be a list")
+        for i, item in enumerate(value):
+            if not isinstance(item, Mapping):
+                raise self.wrong(f"{field}[{i}]", "must be an object")
+        nested = [Fields(item, f"{self.name(field)}[{i}].") for i, item in enumerate(value)]
+        self._sections += nested
         return nested
 
     def wrong(self, field: str, what: str) -> BadRequest:

@@ -31,6 +31,11 @@ async def read_form(fields: Fields, known: grammars.Grammars | None) -> str:
     if len(asked) > 1:
         raise BadRequest(f"{asked[0][0]} and {asked[1][0]} ask for two forms of one answer")
     ((param, grammar),) = asked
+    return await checked(grammar, param, known)
+
+
+async def checked(grammar: str, param: str, known: grammars.Grammars | None) -> str:
+    """The grammar, once it is known that workers can use it. Raises BadRequest."""
     if known is None:
         raise BadRequest(f"{param} is not offered for this model", param)
     if len(grammar) > grammars.MAX_CHARS:
@@ -59,7 +64,7 @@ def _response_format(fields: Fields) -> tuple[str, str] | None:
     described = form.section("json_schema")
     for ignored in ("name", "strict", "description"):
         described.raw(ignored)
-    return "response_format", grammars.from_schema(_schema(described, "schema"))
+    return "response_format", grammars.from_schema(schema_of(described, "schema"))
 
 
 def _vllm(fields: Fields) -> list[tuple[str, str] | None]:
@@ -76,14 +81,15 @@ def _one(fields: Fields, name: str, kind: str) -> tuple[str, str] | None:
         return None
     param = fields.name(name)
     if kind == "json":
-        return param, grammars.from_schema(_schema(fields, name))
+        return param, grammars.from_schema(schema_of(fields, name))
     if kind == "choice":
         return param, grammars.from_choices(_choices(value, fields, name))
     text = as_text(value, param)
     return param, grammars.from_regex(text) if kind == "regex" else grammars.from_lark(text)
 
 
-def _schema(fields: Fields, name: str) -> Mapping[str, Any]:
+def schema_of(fields: Fields, name: str) -> Mapping[str, Any]:
+    """A JSON schema that is not too deep. Raises BadRequest."""
     value = fields.raw(name)
     if not isinstance(value, Mapping):
         raise fields.wrong(name, "must be a JSON schema, an object")

@@ -6,11 +6,9 @@ Streaming handlers write to their context, so that a cancelled call closes its g
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,13 +19,12 @@ from grpc_reflection.v1alpha import reflection
 
 from protos import evenflow_pb2 as pb
 from protos import evenflow_pb2_grpc as services
+from serving.api import grpc_messages as wire
 from serving.api.intake import Ask, Intake
 from serving.api.settings import FrontSettings
 from serving.auth import ApiKey, Keyring
-from serving.errors import BadRequest, Overloaded, RequestFailed, Unauthenticated
+from serving.errors import Overloaded, RequestFailed, Unauthenticated
 from serving.gateway import Gateway
-from serving.generation import Delta, Final, TokenLogprobs, TokenText
-from serving.messages import load_to_wire
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +39,7 @@ OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Healt
 KEY_NEEDED = "a valid API key is needed: metadata authorization, Bearer KEY"
 MAX_METADATA_BYTES = 32 << 10
 HEALTH_PERIOD_S = 0.5  # how often a watched health is looked at
-OPTIONAL = (
-    *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "priority"),
-    "truncate_prompt_tokens",
-)
+WATCH_S = (0.1, 1.0)  # shortest and usual time between two answers of a watch
 METADATA = ("x-evenflow-mode", "x-slo-ttft-ms", "x-slo-itl-ms", "x-evenflow-worker")
 
 
@@ -110,12 +103,7 @@ class _Inference(services.InferenceServicer):  # type: ignore[misc]  # generated
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         async with _answering(context):
-            body = _options(request.options)
-            kind = request.WhichOneof("prompt")
-            if kind is not None:
-                body["prompt"] = request.text if kind == "text" else list(request.token_ids.ids)
-            if request.options.HasField("logprobs"):
-                body["logprobs"] = request.options.logprobs
+            body = wire.completion_body(request)
             ask = await self._intake.completion(
                 body,
                 caller=_caller(context, self._intake.settings),
@@ -126,12 +114,7 @@ class _Inference(services.InferenceServicer):  # type: ignore[misc]  # generated
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> None:
         async with _answering(context):
-            body = _options(request.options)
-            body["messages"] = [
-                {"role": m.role, "content": m.content, "name": m.name} for m in request.messages
-            ]
-            if request.options.HasField("logprobs"):
-                body |= {"logprobs": True, "top_logprobs": request.options.logprobs}
+            body = wire.chat_body(request)
             ask = await self._intake.chat(
                 body,
                 caller=_caller(context, self._intake.settings),
@@ -143,11 +126,11 @@ class _Inference(services.InferenceServicer):  # type: ignore[misc]  # generated
     async def _stream(self, ask: Ask, context: Context) -> None:
         async with contextlib.aclosing(self._intake.answer(ask)) as deltas:
             async for delta in deltas:
-                await context.write(_response(ask.generation.id, delta))
+                await context.write(wire.response(ask.generation.id, delta))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         async with _answering(context):
-            ids = await self._intake.tokenize({"model": request.model, "prompt": request.text})
+            ids = await self._intake.tokenize(wire.tokenize_body(request))
             max_model_len = self._intake.gateway.limits().max_model_len
             return pb.TokenizeResponse(token_ids=ids, max_model_len=max_model_len)
 
@@ -156,7 +139,7 @@ class _Inference(services.InferenceServicer):  # type: ignore[misc]  # generated
     ) -> pb.DetokenizeResponse:
         async with _answering(context):
             body = {"model": request.model, "tokens": list(request.token_ids)}
-            return pb.DetokenizeResponse(text=self._intake.detokenize(body))
+            return pb.DetokenizeResponse(text=await self._intake.detokenize(body))
 
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Context
@@ -184,24 +167,25 @@ class _Cluster(services.ClusterServicer):  # type: ignore[misc]  # generated, un
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.Status:
         async with _answering(context):
-            gateway = self._intake.gateway
-            workers = [
-                pb.WorkerStatus(
-                    id=view.id,
-                    role=view.role,
-                    load=load_to_wire(view.load),
-                    is_leaving=view.is_leaving,
-                )
-                for view in gateway.pools.workers()
-            ]
-            return pb.Status(model=gateway.model, workers=workers)
+            return self._status(context)
+
+    async def WatchStatus(self, request: pb.WatchStatusRequest, context: Context) -> None:
+        async with _answering(context):
+            least, usual = WATCH_S
+            while True:  # until the client cancels
+                await context.write(self._status(context))
+                await asyncio.sleep(max(least, request.period_s) if request.period_s else usual)
+
+    def _status(self, context: Context) -> pb.Status:
+        caller = _caller(context, self._intake.settings)
+        return wire.status(self._intake.gateway, caller.tenant)
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.Explanation:
         async with _answering(context):
             caller = _caller(context, self._intake.settings)
             found = await self._intake.explain(request.request_id, caller)
             return pb.Explanation(
-                request_id=request.request_id, route=_route(found), outcome=found["outcome"]
+                request_id=request.request_id, route=wire.route(found), outcome=found["outcome"]
             )
 
     async def SetRole(self, request: pb.SetRoleRequest, context: Context) -> pb.SetRoleResponse:
@@ -214,6 +198,12 @@ class _Cluster(services.ClusterServicer):  # type: ignore[misc]  # generated, un
         async with _answering(context):
             await self._intake.drain(request.worker, _caller(context, self._intake.settings))
             return pb.DrainResponse()
+
+    async def Move(self, request: pb.MoveRequest, context: Context) -> pb.MoveResponse:
+        async with _answering(context):
+            caller = _caller(context, self._intake.settings)
+            self._intake.move(request.request_id, request.worker, caller)
+            return pb.MoveResponse()
 
 
 class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated, untyped
@@ -332,72 +322,3 @@ def _all_metadata(context: Context) -> dict[str, str]:
 def _metadata(context: Context) -> dict[str, str]:
     found = _all_metadata(context)
     return {name: found[name] for name in METADATA if name in found}
-
-
-def _options(options: pb.Options) -> dict[str, Any]:
-    """As the JSON body that means the same."""
-    body: dict[str, Any] = {"model": options.model, "ignore_eos": options.ignore_eos}
-    body |= {name: getattr(options, name) for name in OPTIONAL if options.HasField(name)}
-    if options.logit_bias:
-        body["logit_bias"] = {str(key): value for key, value in options.logit_bias.items()}
-    if options.stop:
-        body["stop"] = list(options.stop)
-    for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
-        if values := list(getattr(options, name)):
-            body[name] = values
-    body["include_stop_str_in_output"] = options.include_stop_str_in_output
-    if (form := options.WhichOneof("form")) == "regex":
-        body["guided_regex"] = options.regex
-    elif form == "json_schema":
-        body["guided_json"] = _parsed(options.json_schema)
-    slo = {
-        name: getattr(options, f"slo_{name}")
-        for name in ("ttft_ms", "itl_ms")
-        if options.HasField(f"slo_{name}")
-    }
-    body["evenflow"] = {"mode": options.mode, "slo": slo}
-    return body
-
-
-def _parsed(schema: str) -> Any:
-    try:
-        return json.loads(schema)
-    except (ValueError, RecursionError):
-        raise BadRequest("options.json_schema is not JSON", "options.json_schema") from None
-
-
-def _response(request_id: str, delta: Delta) -> pb.GenerateResponse:
-    return pb.GenerateResponse(
-        request_id=request_id,
-        index=delta.index,
-        text=delta.text,
-        token_ids=delta.token_ids,
-        logprobs=[_logprobs(entry) for entry in delta.logprobs],
-        finish_reason=delta.finish_reason or "",
-        final=_final(delta.final) if delta.final else None,
-    )
-
-
-def _logprobs(entry: TokenLogprobs) -> pb.TokenLogprobs:
-    def one(token: TokenText) -> pb.Logprob:
-        return pb.Logprob(
-            token_id=token.id, token=token.text, token_bytes=token.bytes, logprob=token.logprob
-        )
-
-    return pb.TokenLogprobs(chosen=one(entry.chosen), top=[one(token) for token in entry.top])
-
-
-def _final(final: Final) -> pb.Final:
-    usage = final.usage
-    return pb.Final(
-        usage=pb.Usage(
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            cached_tokens=usage.cached_tokens,
-        ),
-        route=_route(asdict(final.trace)),
-    )
-
-
-def _route(trace: dict[str, Any]) -> pb.Route:
-    return pb.Route(**{field.name: trace[field.name] for field in pb.Route.DESCRIPTOR.fields})

@@ -9,18 +9,19 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from serving.api.conversation import Conversation, read_conversation
 from serving.api.fields import Fields, as_text, wrong
-from serving.api.form import read_form
+from serving.api.form import checked, read_form
 from serving.api.options import MAX_LOGPROBS, MAX_TOKENS, Options, read_options, token_ids
 from serving.api.settings import FrontSettings
+from serving.api.tools import CallReader, ToolUse, read_tools
 from serving.auth import ANYBODY, ApiKey
 from serving.errors import BadRequest, Forbidden, ModelNotFound, NotFound, PromptTooLong
 from serving.gateway import Gateway, Limits
 from serving.generation import Delta, Generation
-from serving.tokenizer import TemplateFailed
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ MAX_PROMPTS = 256  # in one call, and answers to them
 INLINE_CHARS = 2_000  # longer texts are encoded on a thread
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 # Read by clients or proxies only: accepted, and of no effect here.
-IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier")
+IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,29 @@ class Ask:
     return_token_ids: bool = False
     echo: tuple[str, ...] = ()  # the prompts as text, when they are wanted back
     num_top: int = 0
+    prompt_logprobs: bool = False  # an entry of their own in the answer
+    tools: ToolUse | None = None  # that the answer may call
     caller: ApiKey = ANYBODY
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What every request for tokens begins with."""
+
+    fields: Fields
+    arrived_at: float
+    limits: Limits
+    streaming: Streaming | None
+    names: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """Options that completions and chats write differently."""
+
+    max_tokens: int
+    logprobs: int | None
+    prompt_logprobs: int | None
 
 
 class Intake:
@@ -70,15 +93,10 @@ class Intake:
         request_id: str = "",
     ) -> Ask:
         """Continue one or more prompts."""
-        fields = _fields(body)
-        arrived_at = self.gateway.clock()
-        self.check_model(fields.text("model"))
-        limits = self.gateway.limits()
-        streaming = _streaming(fields)
+        head = self._head(body, "cmpl", request_id)
+        fields, limits = head.fields, head.limits
         logprobs = fields.optional_integer("logprobs", 0, MAX_LOGPROBS)
         echo = fields.flag("echo")
-        if echo and logprobs is not None:
-            raise wrong("echo", "with logprobs is not offered: prompt logprobs are not computed")
         if fields.text("suffix"):
             raise wrong("suffix", "is not offered: this model cannot fill in the middle")
         keep = fields.optional_integer("truncate_prompt_tokens", -1, MAX_TOKENS)
@@ -88,22 +106,14 @@ class Intake:
             self._check_prompt(prompt, "prompt", limits)
             self._check_total(prompt, max_tokens, limits)
         grammar = await read_form(fields, self.settings.grammars)
-        options = self._options(fields, headers, max_tokens, logprobs, grammar)
+        asked = _Numbers(max_tokens, logprobs, _prompt_logprobs(fields, head.streaming))
+        if echo and logprobs is not None:
+            asked = replace(asked, prompt_logprobs=max(logprobs, asked.prompt_logprobs or 0))
+        options = self._options(fields, headers, asked, grammar)
         best_of = fields.optional_integer("best_of", 1, self.settings.max_n)
         if best_of is not None and best_of != options.n:
             raise wrong("best_of", "must equal n")
-        return_token_ids = fields.flag("return_token_ids")
-        names = _names("cmpl", request_id)
-        generation = self._generation(fields, names, prompts, options, arrived_at, caller)
-        return Ask(
-            generation,
-            is_chat=False,
-            streaming=streaming,
-            return_token_ids=return_token_ids,
-            echo=texts,
-            num_top=logprobs or 0,
-            caller=caller,
-        )
+        return self._ask(head, prompts, options, caller, is_chat=False, echo=texts)
 
     async def chat(
         self,
@@ -114,46 +124,40 @@ class Intake:
         request_id: str = "",
     ) -> Ask:
         """Answer a conversation."""
-        fields = _fields(body)
-        arrived_at = self.gateway.clock()
-        self.check_model(fields.text("model"))
-        limits = self.gateway.limits()
-        streaming = _streaming(fields)
+        head = self._head(body, "chatcmpl", request_id)
+        fields, limits = head.fields, head.limits
         top = fields.optional_integer("top_logprobs", 0, MAX_LOGPROBS)
         wants_logprobs = fields.flag("logprobs")
         if top is not None and not wants_logprobs:
             raise wrong("top_logprobs", "needs logprobs: true")
-        logprobs = (top or 0) if wants_logprobs else None
-        _refuse_templates(fields)
-        _refuse_tools(fields)
-        messages = self._messages(fields.raw("messages"))
+        tools = read_tools(fields, self._tokenizer)
+        conversation = read_conversation(fields, tools.shown if tools else ())
         keep = fields.optional_integer("truncate_prompt_tokens", -1, MAX_TOKENS)
-        prompt = _last(await self.render(messages, _ending(fields)), _kept(keep, limits))
+        prompt = _last(await self.render(conversation), _kept(keep, limits))
         self._check_prompt(prompt, "messages", limits)
-        asked = fields.optional_integer("max_completion_tokens", 1, MAX_TOKENS)
-        asked = asked or fields.optional_integer("max_tokens", 1, MAX_TOKENS)
-        max_tokens = asked or _room(len(prompt), limits)
+        given = fields.optional_integer("max_completion_tokens", 1, MAX_TOKENS)
+        given = given or fields.optional_integer("max_tokens", 1, MAX_TOKENS)
+        max_tokens = given or _room(len(prompt), limits)
         self._check_total(prompt, max_tokens, limits)
         grammar = await read_form(fields, self.settings.grammars)
-        options = self._options(fields, headers, max_tokens, logprobs, grammar)
-        return_token_ids = fields.flag("return_token_ids")
-        names = _names("chatcmpl", request_id)
-        generation = self._generation(fields, names, (prompt,), options, arrived_at, caller)
-        return Ask(
-            generation,
-            is_chat=True,
-            streaming=streaming,
-            return_token_ids=return_token_ids,
-            num_top=logprobs or 0,
-            caller=caller,
-        )
+        if tools and grammar:
+            raise wrong("tools", "cannot be called by an answer that is held to another form")
+        if tools and tools.grammar:
+            grammar = await checked(tools.grammar, "tools", self.settings.grammars)
+        logprobs = (top or 0) if wants_logprobs else None
+        asked = _Numbers(max_tokens, logprobs, _prompt_logprobs(fields, head.streaming))
+        options = self._options(fields, headers, asked, grammar)
+        return self._ask(head, (prompt,), options, caller, is_chat=True, tools=tools)
 
     async def answer(self, ask: Ask) -> AsyncGenerator[Delta, None]:
         """What the gateway generates, counted against the caller's limit. Use ``aclosing``."""
+        reader = CallReader(ask.tools, ask.generation.num_choices) if ask.tools else None
         async with aclosing(self.gateway.generate(ask.generation)) as deltas:
             async for delta in deltas:
                 self.settings.keys.charge(ask.caller, len(delta.token_ids), self.gateway.clock())
-                yield delta
+                read = delta if reader is None else reader.read(delta)
+                if read is not None:
+                    yield read
 
     def abort(self, request_id: str, caller: ApiKey = ANYBODY) -> None:
         """Idempotent; other tenants' requests are unknown ones."""
@@ -187,20 +191,26 @@ class Intake:
         fields = _fields(body)
         self.check_model(fields.text("model"))
         if fields.raw("messages") is not None:
-            messages = self._messages(fields.raw("messages"))
-            return await self.render(messages, _ending(fields))
+            tools = read_tools(fields, self._tokenizer)
+            return await self.render(read_conversation(fields, tools.shown if tools else ()))
         special = fields.flag("add_special_tokens", True)
         text = fields.raw("prompt")
         if text is None:
             raise wrong("prompt", "is missing")
-        return await self.encode(as_text(text, "prompt"), add_special_tokens=special)
+        checked_text = as_text(text, "prompt")
+        self._check_length(checked_text, "prompt")
+        return await self.encode(checked_text, add_special_tokens=special)
 
-    def detokenize(self, body: Any) -> str:
+    async def detokenize(self, body: Any) -> str:
         fields = _fields(body)
         self.check_model(fields.text("model"))
         ids = fields.raw("tokens")
-        checked = token_ids(ids, self._tokenizer.vocab_size, "tokens")
-        return self._tokenizer.decode(checked, skip_special_tokens=False)
+        if isinstance(ids, Sequence) and not isinstance(ids, str):
+            self._check_prompt(ids, "tokens", self.gateway.limits())  # before looking at each
+        checked_ids = token_ids(ids, self._tokenizer.vocab_size, "tokens")
+        return await asyncio.to_thread(
+            self._tokenizer.decode, checked_ids, skip_special_tokens=False
+        )
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         encode = self._tokenizer.encode
@@ -208,16 +218,9 @@ class Intake:
             return tuple(encode(text, add_special_tokens=add_special_tokens))
         return tuple(await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens))
 
-    async def render(
-        self, messages: Sequence[Mapping[str, Any]], ending: str = "answer"
-    ) -> tuple[int, ...]:
-        """A conversation as the model wants to see it, in token ids."""
-        try:
-            text = self._tokenizer.render(messages, add_generation_prompt=ending == "answer")
-        except TemplateFailed as error:
-            raise BadRequest(str(error), "messages") from error
-        if ending == "continue":
-            text = _without_end(text, messages[-1]["content"])
+    async def render(self, conversation: Conversation) -> tuple[int, ...]:
+        """As the model wants to see it, in token ids."""
+        text = conversation.text(self._tokenizer)
         self._check_length(text, "messages")
         return await self.encode(text, add_special_tokens=False)
 
@@ -258,24 +261,6 @@ class Intake:
             ids.append(one)
             texts.append(text)
         return tuple(ids), tuple(texts) if echo else ()
-
-    def _messages(self, messages: Any) -> list[dict[str, Any]]:
-        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-            raise wrong("messages", "must be a list with at least one message")
-        return [self._message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-    def _message(self, message: Any, path: str) -> dict[str, Any]:
-        if not isinstance(message, Mapping):
-            raise wrong(path, "must be an object")
-        fields = Fields(message, f"{path}.")
-        role = fields.text("role")
-        if not role:
-            raise wrong(f"{path}.role", "is missing")
-        checked = {"role": role, "content": _content(fields.raw("content"), f"{path}.content")}
-        if name := fields.text("name"):
-            checked["name"] = name
-        self._count_unknown(fields)
-        return checked
 
     # ------------------------------------------------------------------ limits
 
@@ -323,12 +308,20 @@ class Intake:
                 "max_tokens",
             )
 
+    # ------------------------------------------------------------------ both kinds of call
+
+    def _head(self, body: Any, prefix: str, request_id: str) -> _Head:
+        fields = _fields(body)
+        arrived_at = self.gateway.clock()
+        self.check_model(fields.text("model"))
+        names = _names(prefix, request_id)
+        return _Head(fields, arrived_at, self.gateway.limits(), _streaming(fields), names)
+
     def _options(
         self,
         fields: Fields,
         headers: Mapping[str, str] | None,
-        max_tokens: int,
-        logprobs: int | None,
+        asked: _Numbers,
         grammar: str,
     ) -> Options:
         return read_options(
@@ -336,41 +329,39 @@ class Intake:
             headers or {},
             self.settings,
             self._tokenizer,
-            max_tokens=max_tokens,
-            logprobs=logprobs,
+            max_tokens=asked.max_tokens,
+            logprobs=asked.logprobs,
+            prompt_logprobs=asked.prompt_logprobs,
             grammar=grammar,
         )
 
-    def _generation(
+    def _ask(
         self,
-        fields: Fields,
-        names: tuple[str, str],
+        head: _Head,
         prompts: tuple[tuple[int, ...], ...],
         options: Options,
-        arrived_at: float,
         caller: ApiKey,
-    ) -> Generation:
+        *,
+        is_chat: bool,
+        echo: tuple[str, ...] = (),
+        tools: ToolUse | None = None,
+    ) -> Ask:
+        fields = head.fields
+        return_token_ids = fields.flag("return_token_ids")
         if len(prompts) * options.n > MAX_PROMPTS:
             raise wrong("n", f"times the number of prompts must be at most {MAX_PROMPTS}")
         self._count_unknown(fields)
         self.settings.keys.admit(caller, sum(map(len, prompts)), self.gateway.clock())
-        salt = f"{caller.tenant}/{options.cache_salt}" if caller.tenant else options.cache_salt
-        return Generation(
-            id=names[0],
-            key=names[1],
-            prompts=prompts,
-            arrived_at=arrived_at,
-            sampling=options.sampling,
-            n=options.n,
-            stop=options.stop,
-            include_stop=options.include_stop,
-            stop_token_ids=options.stop_token_ids,
-            mode=options.mode,
-            pinned=options.pinned,
-            slo=options.slo,
-            priority=options.priority,
-            cache_salt=salt,
-            tenant=caller.tenant,
+        return Ask(
+            _generation(head, prompts, options, caller),
+            is_chat=is_chat,
+            streaming=head.streaming,
+            return_token_ids=return_token_ids,
+            echo=echo,
+            num_top=options.sampling.logprobs or 0,
+            prompt_logprobs=fields.raw("prompt_logprobs") is not None,
+            tools=tools,
+            caller=caller,
         )
 
     def _count_unknown(self, fields: Fields) -> None:
@@ -416,55 +407,34 @@ def _last(prompt: Sequence[int], keep: int | None) -> tuple[int, ...]:
     return tuple(prompt if keep is None else prompt[max(0, len(prompt) - keep) :])
 
 
-def _ending(fields: Fields) -> str:
-    """How the rendered conversation ends: with the start of an answer, with the last message as
-    it was, or with the last message left open."""
-    continues = fields.flag("continue_final_message")
-    answers = fields.flag("add_generation_prompt", not continues)
-    if continues and answers:
-        raise wrong("continue_final_message", "needs add_generation_prompt: false")
-    return "continue" if continues else "answer" if answers else "end"
+def _prompt_logprobs(fields: Fields, streaming: Streaming | None) -> int | None:
+    asked = fields.optional_integer("prompt_logprobs", 0, MAX_LOGPROBS)
+    if asked is not None and streaming is not None:
+        raise wrong("prompt_logprobs", "are not available with stream: true")
+    return asked
 
 
-def _without_end(text: str, content: str) -> str:
-    """Up to the end of the last message's content, without what the template puts after it."""
-    content = content.strip()
-    found = text.rfind(content) if content else -1
-    if found < 0:
-        raise wrong("continue_final_message", "does not work with this message and template")
-    return text[: found + len(content)]
-
-
-def _content(content: Any, path: str) -> str:
-    """A string, or parts that are all text."""
-    if isinstance(content, str):
-        return as_text(content, path)
-    if not isinstance(content, Sequence) or not content:
-        raise wrong(path, "must be a string or a list of text parts")
-    texts = []
-    for i, part in enumerate(content):
-        where = f"{path}[{i}]"
-        if not isinstance(part, Mapping):
-            raise wrong(where, "must be an object")
-        if part.get("type") != "text":
-            raise wrong(f"{where}.type", "must be text: this model reads nothing else")
-        texts.append(as_text(part.get("text"), f"{where}.text"))
-    return "".join(texts)
-
-
-def _refuse_templates(fields: Fields) -> None:
-    """A template is a program: it comes from the model's folder or not at all."""
-    if fields.raw("chat_template") is not None:
-        raise wrong("chat_template", "is never taken from a request")
-    if fields.raw("chat_template_kwargs"):
-        raise wrong("chat_template_kwargs", "is not offered: the model's template takes none here")
-
-
-def _refuse_tools(fields: Fields) -> None:
-    """Options whose effect a client would miss are refused; those without one are ignored."""
-    if fields.raw("tools") and fields.raw("tool_choice") != "none":
-        raise wrong("tools", "are not offered by this server")
-    fields.raw("tool_choice")
+def _generation(
+    head: _Head, prompts: tuple[tuple[int, ...], ...], options: Options, caller: ApiKey
+) -> Generation:
+    salt = f"{caller.tenant}/{options.cache_salt}" if caller.tenant else options.cache_salt
+    return Generation(
+        id=head.names[0],
+        key=head.names[1],
+        prompts=prompts,
+        arrived_at=head.arrived_at,
+        sampling=options.sampling,
+        n=options.n,
+        stop=options.stop,
+        include_stop=options.include_stop,
+        stop_token_ids=options.stop_token_ids,
+        mode=options.mode,
+        pinned=options.pinned,
+        slo=options.slo,
+        priority=options.priority,
+        cache_salt=salt,
+        tenant=caller.tenant,
+    )
 
 
 def _room(prompt_tokens: int, limits: Limits) -> int:

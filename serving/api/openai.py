@@ -120,7 +120,7 @@ def _add_tokens(app: FastAPI, intake: Intake) -> None:
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        return JSONResponse({"prompt": intake.detokenize(await _json_body(request, limit))})
+        return JSONResponse({"prompt": await intake.detokenize(await _json_body(request, limit))})
 
 
 def _add_models(app: FastAPI, intake: Intake) -> None:

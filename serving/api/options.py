@@ -46,6 +46,7 @@ def read_options(
     *,
     max_tokens: int,
     logprobs: int | None,
+    prompt_logprobs: int | None = None,
     grammar: str = "",
 ) -> Options:
     """Raises BadRequest with the name of the first field that is wrong."""
@@ -70,6 +71,7 @@ def read_options(
         bad_words=_bad_words(fields, tokenizer),
         grammar=grammar,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
     return Options(
         n=fields.integer("n", 1, 1, settings.max_n),

@@ -3,11 +3,21 @@
 import json
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from serving.api.intake import Ask, Streaming
+from serving.calls import CallDelta
 from serving.errors import RequestFailed
-from serving.generation import Delta, Final, TokenLogprobs, TokenText, Trace, Usage
+from serving.generation import (
+    Delta,
+    Final,
+    PromptLogprob,
+    TokenLogprobs,
+    TokenText,
+    Trace,
+    Usage,
+)
 
 DONE = b"data: [DONE]\n\n"
 Json = dict[str, Any]
@@ -81,12 +91,13 @@ class Stream:
         is_first = delta.index not in self._started
         if is_first:
             self._started.add(delta.index)
-            parts.append(self._first(delta.index))
+            parts.append(self._first(delta))
         if self._ask.is_chat:
             choice = _chat_chunk(delta, self._ask)
         else:
             offset = len(_echo(self._ask, delta.index))
-            choice = _text_choice(delta.index, delta.text, [delta], self._ask, offset)
+            bare = replace(delta, prompt=()) if delta.prompt else delta
+            choice = _text_choice(delta.index, delta.text, [bare], self._ask, offset)
         if is_first and self._ask.return_token_ids:
             choice["prompt_token_ids"] = _prompt(self._ask, delta.index)
         so_far = {"usage": self._usage_so_far()} if self._streaming.continuous_usage else None
@@ -99,7 +110,9 @@ class Stream:
         num_prompt = sum(map(len, self._ask.generation.prompts))
         return usage_object(Usage(num_prompt, self._num_tokens, 0))
 
-    def _first(self, index: int) -> str:
+    def _first(self, delta: Delta) -> str:
+        """The role, or the prompt when it is wanted back."""
+        index = delta.index
         if self._ask.is_chat:
             choice = {
                 "index": index,
@@ -109,7 +122,10 @@ class Stream:
             }
             return self._chunk([choice], None)
         text = _echo(self._ask, index)
-        return self._chunk([_text_choice(index, text, [], self._ask, 0)], None) if text else ""
+        if not text:
+            return ""
+        echoed = Delta(index, text, (), prompt=delta.prompt)
+        return self._chunk([_text_choice(index, text, [echoed], self._ask, len(text))], None)
 
     def _chunk(self, choices: list[Json], final: Final | None, more: Json | None = None) -> str:
         body = f'{self._head},"choices":{dumps(choices)}'
@@ -128,6 +144,7 @@ def answer(ask: Ask, deltas: Sequence[Delta], model: str) -> Json:
         by_index[delta.index].append(delta)
     final = deltas[-1].final
     assert final is not None, "the last delta carries the final"
+    shows_prompt = ask.is_chat and ask.prompt_logprobs
     choices = []
     for index, own in by_index.items():
         text = "".join(delta.text for delta in own)
@@ -146,6 +163,7 @@ def answer(ask: Ask, deltas: Sequence[Delta], model: str) -> Json:
         "choices": choices,
         "usage": usage_object(final.usage),
         "evenflow": evenflow_object(final),
+        **({"prompt_logprobs": _prompt_logprobs(deltas)} if shows_prompt else {}),
     }
 
 
@@ -162,24 +180,31 @@ def _token_ids(deltas: Iterable[Delta]) -> list[int]:
 
 
 def _text_choice(index: int, text: str, deltas: list[Delta], ask: Ask, offset: int) -> Json:
-    last = deltas[-1] if deltas else None
     entries = [entry for delta in deltas for entry in delta.logprobs]
+    wanted = ask.generation.sampling.logprobs is not None
+    echoed = deltas[0].prompt if ask.echo and wanted else ()
+    logprobs = _text_logprobs(echoed, entries, offset, ask.num_top)
     choice: Json = {
         "index": index,
         "text": text,
-        "logprobs": _text_logprobs(entries, offset, ask.num_top) if entries else None,
-        "finish_reason": last.finish_reason if last else None,
-        "stop_reason": last.stop_reason if last else None,
+        "logprobs": logprobs if entries or echoed else None,
+        "finish_reason": deltas[-1].finish_reason,
+        "stop_reason": deltas[-1].stop_reason,
     }
+    if ask.prompt_logprobs:
+        choice["prompt_logprobs"] = _prompt_logprobs(deltas)
     if ask.return_token_ids:
         choice["token_ids"] = _token_ids(deltas)
     return choice
 
 
 def _chat_chunk(delta: Delta, ask: Ask) -> Json:
+    content: Json = {"content": delta.text} if delta.text else {}
+    if delta.calls:
+        content["tool_calls"] = [_call_chunk(call) for call in delta.calls]
     choice: Json = {
         "index": delta.index,
-        "delta": {"content": delta.text} if delta.text else {},
+        "delta": content,
         "logprobs": _chat_logprobs(delta.logprobs) if delta.logprobs else None,
         "finish_reason": delta.finish_reason,
     }
@@ -195,7 +220,7 @@ def _chat_choice(index: int, text: str, deltas: list[Delta], ask: Ask) -> Json:
     wanted = ask.generation.sampling.logprobs is not None
     choice: Json = {
         "index": index,
-        "message": {"role": "assistant", "content": text},
+        "message": _message(text, deltas),
         "logprobs": _chat_logprobs(entries) if wanted else None,
         "finish_reason": deltas[-1].finish_reason,
         "stop_reason": deltas[-1].stop_reason,
@@ -203,6 +228,45 @@ def _chat_choice(index: int, text: str, deltas: list[Delta], ask: Ask) -> Json:
     if ask.return_token_ids:
         choice["token_ids"] = _token_ids(deltas)
     return choice
+
+
+def _message(text: str, deltas: Iterable[Delta]) -> Json:
+    calls: list[Json] = []
+    for call in (call for delta in deltas for call in delta.calls):
+        if call.name:
+            calls.append(_call(call))
+        else:
+            calls[call.index]["function"]["arguments"] += call.arguments
+    if not calls:
+        return {"role": "assistant", "content": text}
+    return {"role": "assistant", "content": text or None, "tool_calls": calls}
+
+
+def _call(call: CallDelta) -> Json:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _call_chunk(call: CallDelta) -> Json:
+    if call.name:
+        return {"index": call.index, **_call(call)}
+    return {"index": call.index, "function": {"arguments": call.arguments}}
+
+
+def _prompt_logprobs(deltas: Iterable[Delta]) -> list[Json | None]:
+    """vLLM's shape: for each token of the prompt an object by token id; null for the first."""
+
+    def entry(one: TokenText, rank: int) -> Json:
+        return {"logprob": one.logprob, "rank": rank, "decoded_token": one.text}
+
+    return [
+        {str(one.id): entry(one, rank) for rank, one in enumerate(token.top, start=1)}
+        | {str(token.token.id): entry(token.token, token.rank)}
+        if token.rank
+        else None
+        for delta in deltas
+        for token in delta.prompt
+    ]
 
 
 def _chat_logprobs(entries: Iterable[TokenLogprobs]) -> Json:
@@ -216,15 +280,25 @@ def _chat_logprobs(entries: Iterable[TokenLogprobs]) -> Json:
     return {"content": content, "refusal": None}
 
 
-def _text_logprobs(entries: Sequence[TokenLogprobs], offset: int, num_top: int) -> Json:
-    """Completions' older shape: four parallel lists."""
-    tops = [{one.text: one.logprob for one in entry.top} for entry in entries]
-    for entry, top in zip(entries, tops, strict=True):
-        if num_top:  # the chosen token is always among them
-            top.setdefault(entry.chosen.text, entry.chosen.logprob)
+def _text_logprobs(
+    echoed: Sequence[PromptLogprob], entries: Sequence[TokenLogprobs], offset: int, num_top: int
+) -> Json:
+    """Completions' older shape: four parallel lists. Of what is echoed the first token has none."""
+
+    def top(chosen: TokenText, others: Iterable[TokenText]) -> Json:
+        listed = {one.text: one.logprob for one in others}
+        return {chosen.text: chosen.logprob} | listed if num_top else {}
+
+    chosen = [one.token for one in echoed] + [entry.chosen for entry in entries]
+    tops: list[Json | None] = [top(one.token, one.top[:num_top]) for one in echoed]
+    tops += [top(entry.chosen, entry.top) for entry in entries]
+    logprobs: list[float | None] = [one.logprob for one in chosen]
+    if echoed:
+        logprobs[0] = tops[0] = None
+    offsets = [one.offset for one in echoed] + [offset + entry.offset for entry in entries]
     return {
-        "tokens": [entry.chosen.text for entry in entries],
-        "token_logprobs": [entry.chosen.logprob for entry in entries],
+        "tokens": [one.text for one in chosen],
+        "token_logprobs": logprobs,
         "top_logprobs": tops if num_top else None,
-        "text_offset": [offset + entry.offset for entry in entries],
+        "text_offset": offsets,
     }

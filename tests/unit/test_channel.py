@@ -18,7 +18,7 @@ from serving import messages
 from serving.channel import ChannelPools, Identity, WorkerServer
 from serving.pools import Submission, WorkerLost
 from workers.core.latency import LatencyModel
-from workers.core.output import Load, Output, Timing, Token
+from workers.core.output import Load, Output, PromptToken, Timing, Token
 from workers.core.pace import Pace
 from workers.core.pages import PagePool
 from workers.core.policy import Limits
@@ -310,6 +310,7 @@ def test_values_survive_the_wire() -> None:
         logit_bias=((3, -100.0), (9, 1.5)),
         stop_ids=frozenset({0, 2}),
         logprobs=0,
+        prompt_logprobs=2,
     )
     r = Request("r", (1, 2, 3), sampling, SLO(1.5, 0.05), arrived_at=90.0, priority=-3)
     handle = KVHandle("r", "127.0.0.1:1", "inc", 4, 1, LAYOUT)
@@ -323,6 +324,7 @@ def test_values_survive_the_wire() -> None:
     outputs = [
         Output("r", Token(5, -0.5, ((5, -0.5), (6, -1.0))), timing=Timing(0.1, 0.2, 0.3, 4)),
         Output("r", Token(0), "stop"),
+        Output("r", Token(4, prompt=(PromptToken(-1.5, 3, ((8, -0.25),)), PromptToken(-2.5, 1)))),
         Output("r", Token(1, -2.0), handle=handle, fallback="TransferError: gone"),
         Output("r", finish_reason="error", error="broken"),
     ]

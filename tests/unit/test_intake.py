@@ -183,7 +183,7 @@ async def test_wrong_types_and_ranges_name_the_parameter(
         ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
         ("logprobs", {"logprobs": 3}),
         ("max_completion_tokens", {"max_completion_tokens": 0}),
-        ("tools", {"tools": [{"type": "function"}]}),
+        ("tools[0].function.name", {"tools": [{"type": "function"}]}),
         ("response_format", {"response_format": {"type": "json_object"}}),
     ],
 )

@@ -6,12 +6,22 @@ from kvtransfer.core.handle import KVHandle
 
 
 @dataclass(frozen=True, slots=True)
+class PromptToken:
+    """What the model thought of one token of a prompt, of the second one on."""
+
+    logprob: float
+    rank: int  # 1: it was the most likely one
+    top: tuple[tuple[int, float], ...] = ()  # (id, logprob), most likely first
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """One sampled token. ``top`` holds (id, logprob) pairs, most likely first, when asked for."""
 
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    prompt: tuple[PromptToken, ...] = ()  # with a request's first token, when asked for
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ class Sampling:
     bad_words: tuple[tuple[int, ...], ...] = ()  # whose last token is not sampled after the others
     grammar: str = ""  # as ``workers.grammar`` makes it: the answer has this form
     logprobs: int | None = None  # alternatives reported with each token; 0: the chosen one only
+    prompt_logprobs: int | None = None  # the same for each token of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,11 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens known but not computed: 1 for a running decode."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether its first token has to bring what the model thought of each token before."""
+        return self.request.sampling.prompt_logprobs is not None and not self.output
 
     @property
     def finish_reason(self) -> str | None:

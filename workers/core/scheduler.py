@@ -496,7 +496,7 @@ class Scheduler:
     def _cached(self, seq: Sequence) -> list[int]:
         """Pages here that hold the sequence's first tokens already; never its last token, which
         has to be computed for the next one."""
-        if not self._caching:
+        if not self._caching or seq.wants_prompt:
             return []
         num_pages = (seq.num_tokens - 1) // self.pool.page_size
         self._name_pages(seq, num_pages)

@@ -43,15 +43,15 @@ class CudaRunner(ModelRunner):
         if self._graphs is not None and self._graphs.fits(batch):
             logits = self._graphs.logits(batch)
         else:
-            logits = self._eager(batch)
+            logits = self._eager(chunks, batch)
         seqs = [chunk.seq for chunk in chunks if chunk.samples]
         if not seqs:
             self._wait()
             return {}
-        tokens = self._sampler.sample(logits, seqs)
+        tokens = self._prompts.attach(seqs, self._sampler.sample(logits, seqs))
         return {seq.id: token for seq, token in zip(seqs, tokens, strict=True)}
 
-    def _eager(self, batch: Batch) -> torch.Tensor:
+    def _eager(self, chunks: tuple[Chunk, ...], batch: Batch) -> torch.Tensor:
         """float32 [num_sampled, vocab_size]."""
         tables = Tables.of(batch.attention)
         tokens, positions, rows, *tensors = upload(
@@ -60,6 +60,7 @@ class CudaRunner(ModelRunner):
         )
         plan = self._plan_for(tables.with_tensors(tensors))
         hidden = self.model.forward(tokens, positions, self.cache, plan)
+        self._prompts.note(chunks, hidden, self.model.logits)
         if not len(rows):
             return hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
         return self.model.logits(hidden[rows])
