@@ -1,268 +1,256 @@
 """What breaks, and when: one disaggregated request per cell, on real worker processes.
 
-    python -m bench.faults
+    python -m bench.faults          # live, one seed
+    python -m bench.faults --sim    # the same matrix in virtual time, ten seeds, in a minute
 
-A prefill, a decode and a spare worker of SmolLM2, each in its own process, without Ray. In each
+A prefill, a decode and a spare worker of a tiny model, each a process, without Ray. In each
 cell one thing goes wrong at one phase of one request; the answer must be that of an undisturbed
-run, or aborted, and every page must come home. Prints a row per fault and writes
-``bench/results/faults.jsonl``.
+run, or aborted, and every page must come home. Faults of messages strike the next message about
+the request between the gateway and a worker; while pages are on their way, those. Prints a row per
+cell and writes ``bench/results/faults.jsonl`` or ``faults-sim.jsonl``.
 """
 
 import argparse
 import asyncio
-import multiprocessing
-import os
+import contextlib
+import logging
 import signal
+import tempfile
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from bench.calls import Answer, ask
+from bench.processes import SMALL, Cluster
 from bench.report import save
+from bench.sim import matrix
+from bench.sim.matrix import FAULTS, PHASES
+from bench.tiny import tiny_model
 from bench.workloads import prompt_of
-from serving.channel import ChannelPools
-from serving.config import Config, Role
+from serving.config import Role
 from serving.errors import Aborted
-from serving.gateway import Gateway
-from serving.generation import Generation
+from serving.messages import requests_of
 from serving.pools import WorkerLost
-from serving.tokenizer import Tokenizer
-from workers.core.request import Sampling
-from workers.weights import resolve
+from serving.redis_store import RedisStore
+from serving.state import MemoryStore
 
 ROLES: dict[str, Role] = {"p": "prefill", "d": "decode", "spare": "mixed"}
-PROMPT, MAX_TOKENS = prompt_of(400, 7), 24
-PHASES = {"mid-prefill": 0, "transferring": 1, "decoding": 8, "last token": MAX_TOKENS - 1}
+PROMPT, PLUG, MAX_TOKENS = prompt_of(320, 7), prompt_of(640, 8), 16
 CELL_S = 60.0
-STALL_S = 4.0
-PREFILL_S = 0.3  # the prompt takes longer
-
-
-def _serve(pipe: Connection, name: str, config: Config) -> None:
-    from serving.deployments.worker import WorkerProcess  # torch, in this process alone
-
-    async def run() -> None:
-        worker = WorkerProcess(config, name, ROLES[name])
-        await worker.start(resolve(""))
-        pipe.send(worker.address)
-        await asyncio.Event().wait()
-
-    asyncio.run(run())
-
-
-class Cluster:
-    """Three workers and a gateway. ``mend`` replaces what a cell has broken."""
-
-    def __init__(self) -> None:
-        self.pools = ChannelPools(stall_timeout_s=STALL_S)
-        self.gateway = Gateway(self.pools, Tokenizer.load(resolve("")), model="bench")
-        self._processes: dict[str, BaseProcess] = {}
-        self._addresses: dict[str, str] = {}
-        self._faults: dict[str, str] = {}
-
-    async def mend(self, page_faults: str = "") -> None:
-        """Everybody is there, with these faults in the prefill worker's pages."""
-        wanted = {name: page_faults if name == "p" else "" for name in ROLES}
-        for name, faults in wanted.items():
-            process = self._processes.get(name)
-            if process is None or not process.is_alive() or self._faults[name] != faults:
-                await asyncio.to_thread(self._start, name, faults)
-        self.pools.update(self._addresses)
-        async with asyncio.timeout(CELL_S):
-            while {view.id for view in self.pools.workers() if not view.is_leaving} != set(ROLES):
-                await asyncio.sleep(0.05)
-
-    def _start(self, name: str, page_faults: str) -> None:
-        self.kill(name)
-        config = Config(
-            dtype="float32",
-            num_pages=256,
-            threads=1,
-            debug=True,
-            lease_s=3.0,
-            transfer_timeout_s=1.0,
-            prefix_caching=False,
-            page_faults=page_faults,
-        )
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, name, config), daemon=True)
-        process.start()
-        if not ours.poll(120):
-            raise SystemExit(f"worker {name} does not start")
-        self._processes[name], self._addresses[name] = process, ours.recv()
-        self._faults[name] = page_faults
-
-    def signal(self, name: str, signum: signal.Signals) -> None:
-        pid = self._processes[name].pid
-        assert pid is not None
-        os.kill(pid, signum)
-
-    def kill(self, name: str) -> None:
-        process = self._processes.get(name)
-        if process is not None:
-            process.kill()
-            process.join()
-
-    async def until_clean(self) -> None:
-        async with asyncio.timeout(CELL_S):
-            for view in self.pools.workers():
-                while True:
-                    try:
-                        if (await self.pools.ledger(view.id)).is_clean:
-                            break
-                    except WorkerLost:
-                        break  # its pages went with it
-                    await asyncio.sleep(0.05)
-
-    async def close(self) -> None:
-        await self.pools.close()
-        for name in self._processes:
-            self.kill(name)
-
-
-Action = Callable[[Cluster, str], Awaitable[None]]
-
-
-def _signal(name: str, signum: signal.Signals, then: signal.Signals | None = None) -> Action:
-    async def act(cluster: Cluster, request_id: str) -> None:
-        cluster.signal(name, signum)
-        if then is not None:
-            loop = asyncio.get_running_loop()
-            loop.call_later(2 * STALL_S, cluster.signal, name, then)
-
-    return act
-
-
-async def _abort(cluster: Cluster, request_id: str) -> None:
-    cluster.gateway.abort(request_id)
-
-
-async def _drain(cluster: Cluster, request_id: str) -> None:
-    await cluster.gateway.moves.drain("d")
-
-
-async def _nothing(cluster: Cluster, request_id: str) -> None:
-    """The fault is in the pages."""
-
-
-STOP, CONT, KILL = signal.SIGSTOP, signal.SIGCONT, signal.SIGKILL
-FAULTS: dict[str, tuple[str, Action]] = {
-    "kill prefill": ("", _signal("p", KILL)),
-    "kill decode": ("", _signal("d", KILL)),
-    "stop prefill": ("", _signal("p", STOP, CONT)),
-    "stop decode": ("", _signal("d", STOP, CONT)),
-    "abort": ("", _abort),
-    "drain decode": ("", _drain),
-    "drop": ("drop=1", _nothing),
-    "delay": ("delay=1 delay_s=0.5", _nothing),
-    "truncate": ("truncate=1", _nothing),
-    "corrupt": ("flip=1", _nothing),
-    "duplicate": ("duplicate=1", _nothing),
-    "reorder": ("reorder=0.5", _nothing),
+GAP_S = 1.0
+SLOW_S = 0.05  # more for each step, so that phases last
+SLOW_PAGES = "delay=1 delay_s=0.4"
+SLOW = replace(SMALL, page_faults=SLOW_PAGES, step_faults=f"slow_s={SLOW_S}")
+IN_PAGES = {
+    "drop": "drop=1",
+    "duplicate": "duplicate=1",
+    "delay": "delay=1 delay_s=0.9",
+    "corrupt": "flip=1",
 }
+NOWHERE = "redis://127.0.0.1:9"  # the discard port: nobody answers
 
 
-def _generation(id: str, mode: str, pinned: tuple[str, ...] = ()) -> Generation:
-    sampling = Sampling(max_tokens=MAX_TOKENS, temperature=0.0)
-    prompts = (tuple(PROMPT),)
-    return Generation(id, id, prompts, sampling, time.monotonic(), mode=mode, pinned=pinned)
+@dataclass(slots=True)
+class Cell:
+    """One request, and what is done to it once it is in its phase."""
+
+    cluster: Cluster
+    fault: str
+    phase: str
+    expected: list[int]
+    answer: Answer = field(default_factory=Answer)
+    reached: asyncio.Event = field(default_factory=asyncio.Event)
+    is_done: bool = False
+
+    @property
+    def id(self) -> str:
+        return f"{self.fault} at {self.phase}".replace(" ", "-").replace(",", "")
+
+    async def play(self) -> str:
+        """What became of it, in a few words that begin with ok or WRONG."""
+        cluster = self.cluster
+        faulty = self.phase == "transferring" and self.fault in IN_PAGES
+        pages = IN_PAGES[self.fault] if faulty else SLOW_PAGES
+        await cluster.mend(p=replace(SLOW, page_faults=pages))
+        if self.fault == "state store down":
+            cluster.new_gateway(RedisStore(NOWHERE))
+        plug = None
+        if self.phase == "queued":
+            wait = ask(cluster.gateway, f"plug-{self.id}", PLUG, 1, "mixed", ("p",))
+            plug = asyncio.create_task(wait)
+            await asyncio.sleep(0.1)
+        cluster.watch = self._watch
+        trouble = asyncio.create_task(self._trouble())
+        started = time.monotonic()
+        outcome = await self._outcome()
+        took_s = time.monotonic() - started
+        cluster.watch = lambda message: None
+        trouble.cancel()
+        await asyncio.gather(trouble, *([plug] if plug else []), return_exceptions=True)
+        if not self.is_done:
+            outcome = f"WRONG: it never was {self.phase}"
+        if cluster.meddler.disarm():
+            outcome += ", nothing was left to strike"
+        try:
+            await cluster.until_clean()
+        except TimeoutError:
+            outcome = f"WRONG: pages leaked after it was {outcome}"
+        if self.fault == "state store down":
+            cluster.new_gateway(MemoryStore())
+        return f"{outcome} ({took_s:.1f} s)"
+
+    async def _outcome(self) -> str:
+        try:
+            async with asyncio.timeout(CELL_S):
+                pinned = ("p", "d")
+                how = (PROMPT, MAX_TOKENS, "disaggregated", pinned, self.answer)
+                await ask(self.cluster.gateway, self.id, *how)
+        except Aborted:
+            return "ok, aborted" if self.fault == "abort" else "WRONG: aborted"
+        except Exception as error:  # whatever it is, it is the cell's outcome
+            return f"WRONG: {type(error).__name__}: {error}"
+        if self.answer.tokens != self.expected:
+            return f"WRONG tokens, {len(self.answer.tokens)} of {MAX_TOKENS}"
+        if self.fault == "abort":
+            return "ok, over before"
+        return "ok, computed again" if self.answer.trace.fallback else "ok"
+
+    # ------------------------------------------------------------------ the phase
+
+    def _watch(self, message: Any) -> None:
+        """Between the ends of the wire; what has to happen right here does."""
+        if not any(name.split("~")[0] == self.id for name in requests_of(message)):
+            return
+        is_submit = hasattr(message, "submit") and message.submit.request_id != ""
+        outputs = [] if hasattr(message, "submit") else list(message.report.outputs)
+        match self.phase:
+            case "queued" | "prefill chunk 1":
+                is_here = is_submit
+            case "mid-prefill":
+                is_here = any(output.HasField("promise") for output in outputs)
+            case "prefilled, not pulled":
+                is_here = any(output.HasField("handle") for output in outputs)
+                if is_here and self.fault in ("kill prefill", "stop prefill", "gateway gap"):
+                    self._act()  # before the decode worker hears of it
+            case "transferring" | "pulled, before first decode step":
+                is_here = is_submit and message.submit.HasField("handle")
+                is_here = is_here and not message.submit.early
+            case _:
+                is_here = False
+        if is_here:
+            self.reached.set()
+
+    async def _trouble(self) -> None:
+        match self.phase:
+            case "decoding" | "last token" | "draining":
+                wanted = MAX_TOKENS - 1 if self.phase == "last token" else 6
+                while len(self.answer.tokens) < wanted:
+                    await asyncio.sleep(0.002)
+            case _:
+                await self.reached.wait()
+        match self.phase:
+            case "prefill chunk 1":
+                await asyncio.sleep(SLOW_S / 2)
+            case "mid-prefill":
+                await asyncio.sleep(2 * SLOW_S)
+            case "transferring":
+                await asyncio.sleep(0.02)
+            case "pulled, before first decode step":
+                with contextlib.suppress(WorkerLost):
+                    while (await self.cluster.pools.ledger("p")).leased:
+                        await asyncio.sleep(0.005)
+            case "draining":
+                self.cluster.pools.drain("d")
+        self._act()
+
+    # ------------------------------------------------------------------ the fault
+
+    def _act(self) -> None:
+        if self.is_done:
+            return
+        self.is_done = True
+        cluster = self.cluster
+        match self.fault.split():
+            case ["kill", role]:
+                cluster.signal(role[0], signal.SIGKILL)
+            case ["stop", role]:
+                cluster.signal(role[0], signal.SIGSTOP)
+                loop = asyncio.get_running_loop()
+                loop.call_later(2 * SMALL.stall_timeout_s, cluster.signal, role[0], signal.SIGCONT)
+            case ["abort"]:
+                cluster.gateway.abort(self.id)
+            case ["gateway", "gap"]:
+                time.sleep(GAP_S)  # the whole process, as a long garbage collection would
+            case ["drain"]:
+                cluster.pools.drain("d" if self.answer.tokens else "p")
+            case [kind] if self.phase != "transferring":
+                cluster.meddler.arm(kind, self.id)
 
 
-async def _ask(
-    cluster: Cluster, generation: Generation, at: int, act: Action
-) -> tuple[list[int], str]:
-    """The tokens, and what the answer says of a fallback. ``act`` runs after ``at`` tokens."""
-    tokens: list[int] = []
-    fallback, acted = "", False
-    early = None
-    if at == 0:
-        early = asyncio.create_task(_after(PREFILL_S, act, cluster, generation.id))
-    try:
-        async with aclosing(cluster.gateway.generate(generation)) as deltas:
-            async for delta in deltas:
-                tokens += delta.token_ids
-                if at and len(tokens) >= at and not acted:
-                    acted = True
-                    await act(cluster, generation.id)
-                if delta.final is not None:
-                    fallback = delta.final.trace.fallback
-    finally:
-        if early is not None:
-            await early
-    return tokens, fallback
+Row = dict[str, object]
 
 
-async def _after(pause_s: float, act: Action, cluster: Cluster, request_id: str) -> None:
-    await asyncio.sleep(pause_s)
-    await act(cluster, request_id)
+async def live(faults: list[str], phases: list[str]) -> list[Row]:
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Cluster(tiny_model(Path(folder), tokenizer=True), ROLES, SLOW)
+        try:
+            await cluster.mend()
+            alone = await ask(cluster.gateway, "alone", PROMPT, MAX_TOKENS, "mixed", ("spare",))
+            for phase in phases:
+                for fault in faults:
+                    outcome = await Cell(cluster, fault, phase, alone.tokens).play()
+                    rows.append({"fault": fault, "phase": phase, "outcome": outcome})
+                    print(fault, phase, outcome, sep=" | ", flush=True)
+        finally:
+            await cluster.close()
+    return rows
 
 
-async def cell(cluster: Cluster, fault: str, phase: str, expected: list[int]) -> str:
-    """What became of it, in a few words that begin with ok or WRONG."""
-    page_faults, act = FAULTS[fault]
-    await cluster.mend(page_faults)
-    generation = _generation(f"{fault}-{phase}".replace(" ", "-"), "disaggregated", ("p", "d"))
-    started = time.monotonic()
-    try:
-        tokens, fallback = await asyncio.wait_for(
-            _ask(cluster, generation, PHASES[phase], act), CELL_S
-        )
-        outcome = "ok" if tokens == expected else f"WRONG after {len(tokens)} tokens"
-        if fallback:
-            outcome += ", computed again"
-    except Aborted:
-        outcome = "ok, aborted" if fault == "abort" else "WRONG: aborted"
-    except Exception as error:  # whatever it is, it is the cell's outcome
-        outcome = f"WRONG: {type(error).__name__}: {error}"
-    took_s = time.monotonic() - started
-    try:
-        await cluster.until_clean()
-    except TimeoutError:
-        outcome = "WRONG: pages leaked"
-    if fault == "drain decode":
-        await cluster.gateway.moves.set_role("d", "decode")
-    return f"{outcome} ({took_s:.1f} s)"
-
-
-async def run(faults: list[str]) -> list[dict[str, object]]:
-    cluster = Cluster()
-    try:
-        await cluster.mend()
-        expected, _ = await _ask(cluster, _generation("alone", "mixed"), MAX_TOKENS + 1, _nothing)
-        rows: list[dict[str, object]] = []
-        for fault in faults:
-            in_pages = FAULTS[fault][1] is _nothing
-            row: dict[str, object] = {"fault": fault}
-            for phase in PHASES:
-                skipped = in_pages and phase != "transferring"
-                row[phase] = "" if skipped else await cell(cluster, fault, phase, expected)
-            print(*row.values(), sep=" | ", flush=True)
-            rows.append(row)
-        return rows
-    finally:
-        await cluster.close()
+def simulated(faults: list[str], phases: list[str], num_seeds: int) -> list[Row]:
+    """A row per cell: how often it ended in which way, or the first seed that went wrong."""
+    rows: list[Row] = []
+    for fault in faults:
+        for phase in phases:
+            outcomes = [matrix.play(fault, phase, seed) for seed in range(num_seeds)]
+            wrong = [f"seed {i}: {o}" for i, o in enumerate(outcomes) if not o.startswith("ok")]
+            counts = Counter(outcome.split(" (")[0] for outcome in outcomes)
+            words = "; ".join(f"{words} x {count}" for words, count in counts.most_common())
+            rows.append({"fault": fault, "phase": phase, "outcome": (wrong or [words])[0]})
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=list(FAULTS))
+    parser.add_argument("--sim", action="store_true")
+    parser.add_argument("--seeds", type=int, default=10, help="of each cell, simulated")
+    parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=FAULTS)
+    parser.add_argument("--phases", nargs="+", default=list(PHASES), choices=PHASES)
     args = parser.parse_args()
-    rows = asyncio.run(run(args.faults))
+    logging.disable(logging.CRITICAL)  # what is broken on purpose is told once a cell
+    started = time.monotonic()
+    if args.sim:
+        rows = simulated(args.faults, args.phases, args.seeds)
+    else:
+        rows = asyncio.run(live(args.faults, args.phases))
     table = Table(title="One request per cell: same tokens, every page home")
     for column in rows[0]:
         table.add_column(column)
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
-    Console(width=200).print(table)
-    cells = [str(row[phase]) for row in rows for phase in PHASES if row[phase]]
-    num_ok = sum(text.startswith("ok") for text in cells)
-    print(f"{num_ok} of {len(cells)} as documented")
-    save("faults", rows, num_ok=num_ok, num_cells=len(cells))
+    Console(width=120).print(table)
+    num_ok = sum(str(row["outcome"]).startswith("ok") for row in rows)
+    took_s = time.monotonic() - started
+    print(f"{num_ok} of {len(rows)} as documented, in {took_s:.0f} s")
+    if len(rows) == len(FAULTS) * len(PHASES):
+        seeds = args.seeds if args.sim else 1
+        name = "faults-sim" if args.sim else "faults"
+        save(name, rows, num_ok=num_ok, num_cells=len(rows), seeds=seeds, took_s=round(took_s))
 
 
 if __name__ == "__main__":

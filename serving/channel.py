@@ -676,6 +676,11 @@ class ChannelPools:
             return await link.ledger()
         except grpc.aio.AioRpcError as error:
             raise WorkerLost(f"{worker_id}: {_reason(error)}") from error
+        except asyncio.CancelledError:  # ours, or of a call whose channel was closed under it?
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise WorkerLost(f"{worker_id} is not attached any more") from None
 
     async def close(self) -> None:
         links = [*self._links.values(), *self._retired]

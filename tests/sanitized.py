@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from bench.tiny import tiny_model
 from tests.greedy import generate, last_logits, sequence
 from tests.paged import Shape, paged_batch
-from tests.tiny import tiny_model
 from tests.unit.test_native_model import MODELS, PROMPT
 from workers.kvcache import DTYPES, KVCache
 from workers.models.config import ModelConfig

@@ -9,17 +9,16 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Callable
-from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from bench.calls import Answer, ask
 from bench.sim.live import ROLES, LiveCluster, Timing
 from bench.sim.loop import run
 from bench.sim.paged import VOCAB, answer
 from serving.errors import Aborted, NotFound, Unavailable
-from serving.generation import Generation
 from serving.state import MemoryStore, Value
 from workers.core.policy import Limits
-from workers.core.request import Phase, Sampling
+from workers.core.request import Phase
 
 FAULTS = (
     "kill prefill",
@@ -48,6 +47,7 @@ PHASES = (
 )
 POLL_S = 0.0005
 CELL_S = 30.0  # an answer that takes longer hangs
+SOON_S = 0.5  # far less than a lease
 GAP_S = 1.0  # in which the gateway hears and says nothing
 
 
@@ -74,9 +74,8 @@ class Cell:
     rng: random.Random
     prompt: tuple[int, ...]
     max_tokens: int
-    tokens: list[int] = field(default_factory=list)
+    answer: Answer = field(default_factory=Answer)
     is_reached: bool = False
-    fallback: str = ""
 
     async def play(self) -> str:
         """What became of it, in words that begin with ok or WRONG."""
@@ -84,7 +83,7 @@ class Cell:
         await cluster.ready()
         plug = None
         if self.phase == "queued":
-            plug = asyncio.create_task(self._ask("plug", "mixed", ("p",), 10))
+            plug = asyncio.create_task(self._is_answered("plug", "mixed", ("p",), 10))
             await asyncio.sleep(0.03)
         trouble = asyncio.create_task(self._trouble())
         try:
@@ -94,7 +93,7 @@ class Cell:
         except Aborted:
             outcome = "ok, aborted" if self.fault == "abort" else "WRONG: aborted"
         except TimeoutError:
-            outcome = f"WRONG: it hangs after {len(self.tokens)} tokens"
+            outcome = f"WRONG: it hangs after {len(self.answer.tokens)} tokens"
         trouble.cancel()
         await asyncio.gather(trouble, return_exceptions=True)
         if not self.is_reached:
@@ -110,14 +109,23 @@ class Cell:
         cluster = self.cluster
         try:
             await self._end_drains()
-            await cluster.until_clean(cluster.timing.lease_s + 2)
+            await cluster.until_clean(self._patience_s)
             await cluster.ready()
             async with asyncio.timeout(CELL_S):
-                probe = await self._ask("probe", "disaggregated", ("p", "d"), 8)
+                probe = await self._is_answered("probe", "disaggregated", ("p", "d"), 8)
         except TimeoutError:
             return f"WRONG: not clean or not ready again after it was {outcome}"
-        await cluster.until_clean(cluster.timing.lease_s + 2)
+        try:
+            await cluster.until_clean(SOON_S)
+        except TimeoutError:
+            return "WRONG: the next request leaves pages behind"
         return outcome if probe else "WRONG: the next request is"
+
+    @property
+    def _patience_s(self) -> float:
+        """Within which pages are home: at once, unless nobody is there to let go of a lease."""
+        waits_for_lease = self.fault.split()[0] in ("kill", "stop", "drop", "corrupt", "gateway")
+        return self.cluster.timing.lease_s + 2 if waits_for_lease else SOON_S
 
     async def _end_drains(self) -> None:
         """By whoever drained it, once it is there again; a first word may be lost on the way."""
@@ -133,34 +141,25 @@ class Cell:
 
     # ------------------------------------------------------------------ the request
 
-    def _generation(self, id: str, mode: str, pinned: tuple[str, ...], num: int) -> Generation:
-        prompt = self.prompt if id == "r" else tuple(self.rng.randrange(VOCAB) for _ in range(40))
-        now = asyncio.get_running_loop().time()
-        return Generation(id, id, (prompt,), Sampling(num), now, mode=mode, pinned=pinned)
-
     async def _stream(self) -> None:
-        generation = self._generation("r", "disaggregated", ("p", "d"), self.max_tokens)
-        async with aclosing(self.cluster.gateway.generate(generation)) as deltas:
-            async for delta in deltas:
-                self.tokens += delta.token_ids
-                if delta.final is not None:
-                    self.fallback = delta.final.trace.fallback
-                    assert delta.final.usage.completion_tokens == self.max_tokens
+        pinned = ("p", "d")
+        how = (self.prompt, self.max_tokens, "disaggregated", pinned, self.answer)
+        await ask(self.cluster.gateway, "r", *how)
 
-    async def _ask(self, id: str, mode: str, pinned: tuple[str, ...], num: int) -> bool:
-        """Whether it is answered, and rightly."""
-        generation, tokens = self._generation(id, mode, pinned, num), list[int]()
-        async with aclosing(self.cluster.gateway.generate(generation)) as deltas:
-            async for delta in deltas:
-                tokens += delta.token_ids
-        return tokens == answer(generation.prompts[0], num)
+    async def _is_answered(self, id: str, mode: str, pinned: tuple[str, ...], num: int) -> bool:
+        """A request of its own, and whether it is answered rightly."""
+        prompt = [self.rng.randrange(VOCAB) for _ in range(40)]
+        other = await ask(self.cluster.gateway, id, prompt, num, mode, pinned)
+        return other.tokens == answer(prompt, num)
 
     def _judge(self) -> str:
-        if self.tokens != answer(self.prompt, self.max_tokens):
-            return f"WRONG tokens, {len(self.tokens)} of {self.max_tokens}"
+        if self.answer.tokens != answer(self.prompt, self.max_tokens):
+            return f"WRONG tokens, {len(self.answer.tokens)} of {self.max_tokens}"
+        if self.answer.usage is None or self.answer.usage.completion_tokens != self.max_tokens:
+            return f"WRONG usage: {self.answer.usage}"
         if self.fault == "abort":
             return "ok, over before"  # the last token was on its way
-        return "ok, computed again" if self.fallback else "ok"
+        return "ok, computed again" if self.answer.trace.fallback else "ok"
 
     # ------------------------------------------------------------------ the phase
 
@@ -188,9 +187,9 @@ class Cell:
             case "pulled, before first decode step":
                 return lambda: "r" in pages.landed and self._is_leased
             case "decoding":
-                return lambda: len(self.tokens) >= num
+                return lambda: len(self.answer.tokens) >= num
             case "last token":
-                return lambda: len(self.tokens) >= self.max_tokens - 1
+                return lambda: len(self.answer.tokens) >= self.max_tokens - 1
         return lambda: self._begins_to_drain(num)
 
     @property
@@ -207,7 +206,7 @@ class Cell:
         return scheduler["r"].phase is phase and scheduler["r"].num_computed >= num_computed
 
     def _begins_to_drain(self, num: int) -> bool:
-        if len(self.tokens) < num:
+        if len(self.answer.tokens) < num:
             return False
         self._drain("d")
         return True
@@ -228,7 +227,7 @@ class Cell:
             case ["state", "store", "down"]:
                 self.store.is_down = True
             case ["drain"]:
-                self._drain("d" if len(self.tokens) > 1 else self.rng.choice("pd"))
+                self._drain("d" if len(self.answer.tokens) > 1 else self.rng.choice("pd"))
             case [kind]:
                 if self.phase == "transferring":
                     cluster.pages.arm(kind)

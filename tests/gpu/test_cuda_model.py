@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.tiny import tiny_model
 from tests.greedy import advance, generate, sequence
 from tests.paged import PagedBatch, Shape, paged_batch
-from tests.tiny import tiny_model
 from workers.batch import AttentionMetadata
 from workers.core.plan import Chunk
 from workers.core.request import Sequence

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.tiny import tiny_model
+from bench.tiny import tiny_model
 from workers import weights
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.tiny import tiny_model
 from tests.native import open_kernels
-from tests.tiny import tiny_model
 from workers.native.library import Kernels
 from workers.runner import ModelRunner, load_runner
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from bench.tiny import tiny_model
 from tests.cuda_libraries import RecordingVarlen
 from tests.greedy import advance, generate, sequence
 from tests.interpreted import only_interpreted
-from tests.tiny import tiny_model
 from workers.core.plan import Chunk
 from workers.core.request import Sequence
 from workers.kvcache import KVCache

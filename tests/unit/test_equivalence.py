@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
+from bench.tiny import tiny_model
 from tests.pair import Pair
-from tests.tiny import tiny_model
 from workers.core.policy import POLICIES, Limits
 from workers.core.request import Request, Sampling
 from workers.models.config import ModelConfig

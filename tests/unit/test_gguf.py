@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from tests.tiny import tiny_model
+from bench.tiny import tiny_model
 from tests.tiny_gguf import write_gguf
 from workers import gguf
 from workers.models.config import ModelConfig, ModelError

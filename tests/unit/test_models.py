@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench.tiny import tiny_model
 from tests.greedy import Reference, generate, last_logits, sequence
-from tests.tiny import tiny_model
 from workers.runner import ModelRunner, load_runner
 
 LLAMA3 = {

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.tiny import tiny_model
 from tests.greedy import generate, last_logits, sequence
 from tests.native import KERNELS, same
-from tests.tiny import tiny_model
 from workers.models.config import ModelError
 from workers.models.llama import Llama
 from workers.native.library import Kernels

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.tiny import tiny_model
 from tests.greedy import advance, generate, sequence
-from tests.tiny import tiny_model
 from workers.core.plan import Chunk
 from workers.models.config import ModelError
 from workers.runner import ModelRunner, load_runner, resolve_dtype

@@ -6,11 +6,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from bench.tiny import tiny_model
 from serving.cli import app
 from serving.config import load_config
 from serving.console_tune import snippet
 from serving.deployments.tune import Check, Step, Tuning
-from tests.tiny import tiny_model
 
 
 @pytest.fixture

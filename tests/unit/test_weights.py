@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.tiny import tiny_model
+from bench.tiny import tiny_model
 from workers.kvcache import DTYPES
 from workers.models.config import ModelConfig, ModelError
 from workers.models.llama import Llama
