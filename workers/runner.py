@@ -102,7 +102,7 @@ def load_runner(
     """
     if threads:
         torch.set_num_threads(threads)
-    where = _device(device)
+    where = find_device(device)
     config = ModelConfig.load(folder)
     precision = resolve_dtype(dtype, where)
     longest = min(max_model_len or config.max_model_len, config.max_model_len)
@@ -190,7 +190,8 @@ def resolve_dtype(name: str, device: torch.device) -> str:
     return "bfloat16" if fast else "float32"
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """ModelError when this machine has none of that name."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

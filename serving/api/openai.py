@@ -49,6 +49,7 @@ Send = Callable[[Scope], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/-/healthz", "/-/routes"})
+PROBES = ["GET", "HEAD"]  # load balancers use either
 ROUTES = {"/": "evenflow"}  # what KubeRay's probes want to read
 CALLER = "evenflow.caller"  # in a request's scope: whose key it came with
 KEY_NEEDED = "a valid API key is needed: Authorization: Bearer KEY"
@@ -145,22 +146,24 @@ def _add_models(app: FastAPI, intake: Intake) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
+        if not name:
+            raise NotFound("there is no /v1/models/: its name is missing, or use /v1/models")
         intake.check_model(name)
         return JSONResponse(model(name))
 
 
 def _add_probes(app: FastAPI, gateway: Gateway) -> None:
-    @app.get("/health")
+    @app.api_route("/health", methods=PROBES)
     async def health() -> Response:
         return JSONResponse({"status": "ok"})
 
-    @app.get("/ready")
+    @app.api_route("/ready", methods=PROBES)
     async def ready() -> Response:
         if not gateway.is_ready:
             raise Unavailable("no worker is attached yet, or this server is shutting down")
         return JSONResponse({"status": "ready", "workers": len(gateway.pools.workers())})
 
-    @app.get("/version")
+    @app.api_route("/version", methods=PROBES)
     async def version() -> Response:
         try:
             return JSONResponse({"version": importlib.metadata.version("evenflow")})
@@ -171,11 +174,11 @@ def _add_probes(app: FastAPI, gateway: Gateway) -> None:
     async def metrics() -> Response:
         return Response(gateway.metrics.render(), media_type=prometheus.CONTENT_TYPE)
 
-    @app.get("/-/healthz")
+    @app.api_route("/-/healthz", methods=PROBES)
     async def serve_health() -> Response:
         return Response("success", media_type="text/plain")
 
-    @app.get("/-/routes")
+    @app.api_route("/-/routes", methods=PROBES)
     async def serve_routes() -> Response:
         return JSONResponse(ROUTES)
 

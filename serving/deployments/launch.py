@@ -124,6 +124,8 @@ class Launch:
             self._say("looking for a running Ray")
             if self._join(address):
                 return
+        if self._config.device == "cuda":
+            _check_cuda()
         self._say("starting Ray")
         for attempt in range(1, INIT_ATTEMPTS + 1):
             try:
@@ -174,6 +176,16 @@ class Launch:
                 f"{num_gpus}: lower --mixed, --prefill and --decode, or use --device cpu"
             )
         return 1.0 if num_gpus else 0.0
+
+
+def _check_cuda() -> None:
+    """LaunchError when this machine has no GPU: a Ray that starts here will have none either."""
+    from workers.runner import find_device  # torch, which nobody else waits for
+
+    try:
+        find_device("cuda")
+    except ModelError as error:
+        raise LaunchError(f"{error}; use --device cpu") from None
 
 
 def _is_serve_running() -> bool:

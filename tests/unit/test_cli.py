@@ -175,3 +175,27 @@ def test_roles_and_drains(server: str) -> None:
     refused = run("role", "mixed-0", "both", "--url", server)
     assert refused.exit_code == 1 and "no such thing" in refused.output
     assert run("drain", "a/b", "--url", server).exit_code == 1
+
+
+def test_an_early_interrupt_shows_no_traceback() -> None:
+    """Ctrl-C while the command is still being imported."""
+    code = "import os, signal, sys\nimport serving.entry\n"
+    code += "class Now:\n    def find_spec(self, name, *_):\n"
+    code += "        if name == 'serving.cli': os.kill(os.getpid(), signal.SIGINT)\n"
+    code += "sys.meta_path.insert(0, Now())\nserving.entry.main()\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_cuda_is_refused_before_a_ray_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    from serving.deployments import launch
+
+    started: list[object] = []
+    monkeypatch.setattr(launch.ray, "init", lambda **options: started.append(options))
+    config = load_config(None, {"device": "cuda", "ray": "local"})
+    with pytest.raises(launch.LaunchError, match="sees no CUDA device; use --device cpu"):
+        launch.Launch(config, lambda _: None).start()
+    assert started == []

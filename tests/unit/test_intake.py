@@ -274,3 +274,14 @@ async def test_sampling_reaches_the_worker_as_asked(door: Front) -> None:
     await door.complete(ignore_eos=True)
     sampling = door.pools.submissions[1][1].request.sampling
     assert sampling.stop_ids == frozenset() and sampling.logprobs is None
+
+
+async def test_tokenize_and_detokenize_take_no_more_than_a_context() -> None:
+    entry = front(FakePools(worker("mixed-0", num_pages=64), script=says("fine")))
+    ids = [5] * 1025
+    for path, body in (("/detokenize", {"tokens": ids}), ("/tokenize", {"prompt": "x" * 10**6})):
+        response = await entry.http.post(path, json=body)
+        assert response.status_code == 400, path
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+    whole = await entry.http.post("/detokenize", json={"tokens": ids[:1000]})
+    assert whole.status_code == 200

@@ -311,6 +311,7 @@ async def test_every_error_has_openais_shape() -> None:
         (await door.complete(temperature="hot"), 400),
         (await door.complete(model="gpt-9"), 404),
         (await door.http.get("/v1/models/gpt-9"), 404),
+        (await door.http.get("/v1/models/"), 404),
         (await post("/v1/nothing", json={}), 404),
         (await door.http.get("/v1/evenflow/requests/never"), 404),
         (await door.http.get("/v1/completions"), 405),
@@ -336,6 +337,7 @@ async def test_a_key_guards_everything_but_the_probes() -> None:
         assert response.status_code == 401
         error_of(response.json())
     for path in ("/health", "/ready", "/version", "/-/healthz", "/-/routes"):
+        assert (await door.http.head(path)).status_code == 200
         assert (await door.http.get(path)).status_code == 200
     for header, status in (("Bearer secret", 200), ("Bearer wrong", 401), ("secret", 401)):
         response = await door.http.get("/v1/models", headers={"authorization": header})
