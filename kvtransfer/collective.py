@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvtransfer.control import NoLease, NoPair, PagesClient
+from kvtransfer.control import ClusterTls, NoLease, NoPair, PagesClient
 from kvtransfer.core.handle import KVHandle, KVLayout
 from kvtransfer.deadline import Deadline
 from kvtransfer.faults import FaultySource, PageFaults
@@ -67,6 +67,7 @@ class CollectiveTransport:
         timeout_s: float,
         max_pairs: int = MAX_PAIRS,
         token: str = "",
+        tls: ClusterTls | None = None,
         faults: PageFaults | None = None,
     ) -> None:
         self._records = pool.view(pool.shape[0], -1)  # [page, elements of one page]
@@ -81,7 +82,7 @@ class CollectiveTransport:
         self._generations = itertools.count(1)
         self._lock = threading.Lock()
         self._is_closed = False
-        self._client = PagesClient(max_channels=2 * max_pairs, token=token)
+        self._client = PagesClient(2 * max_pairs, token, tls)
         make = PageSource if faults is None else partial(FaultySource, faults=faults)
         self.endpoint: PageSource = make(
             pool,

@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 import grpc
@@ -25,6 +26,9 @@ RELEASE_TIMEOUT_S = 1.0  # a lease that nobody could release expires by itself
 TOKEN = "x-evenflow-token"
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Options: TypeAlias = Sequence[tuple[str, Any]]
+CLUSTER_NAME = "evenflow"  # addresses change; what certificates are for does not
+AS_CLUSTER = ("grpc.ssl_target_name_override", CLUSTER_NAME)
 CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -36,6 +40,31 @@ CHANNEL_OPTIONS = (
 def credentials(token: str) -> tuple[tuple[str, str], ...]:
     """The metadata by which processes of one deployment know each other."""
     return ((TOKEN, token),)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterTls:
+    """PEM: one certificate, for the name CLUSTER_NAME, that every process of a deployment shows,
+    and the authority by which they know it. Without it they speak plain text."""
+
+    cert: bytes
+    key: bytes
+    ca: bytes
+
+    def server(self) -> grpc.ServerCredentials:
+        return grpc.ssl_server_credentials(
+            [(self.key, self.cert)], root_certificates=self.ca, require_client_auth=True
+        )
+
+    @property
+    def _client(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
+
+    def channel(self, address: str, options: Options) -> grpc.Channel:
+        return grpc.secure_channel(address, self._client, options=(*options, AS_CLUSTER))
+
+    def aio_channel(self, address: str, options: Options) -> grpc.aio.Channel:
+        return grpc.aio.secure_channel(address, self._client, options=(*options, AS_CLUSTER))
 
 
 class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
@@ -144,8 +173,8 @@ def add_pages_service(server: grpc.aio.Server, endpoint: Endpoint) -> None:
 class PagesClient:
     """Calls to any number of sources. The channels used least recently are closed."""
 
-    def __init__(self, max_channels: int, token: str = "") -> None:
-        self._metadata = credentials(token)
+    def __init__(self, max_channels: int, token: str = "", tls: ClusterTls | None = None) -> None:
+        self._metadata, self._tls = credentials(token), tls
         self._max_channels = max_channels
         self._channels: OrderedDict[str, grpc.Channel] = OrderedDict()
         self._lock = threading.Lock()
@@ -207,14 +236,18 @@ class PagesClient:
                 raise TransferError("transport closed")
             channel = self._channels.get(source)
             if channel is None:
-                channel = grpc.insecure_channel(source, options=CHANNEL_OPTIONS)
-                self._channels[source] = channel
+                channel = self._channels[source] = self._connect(source)
             self._channels.move_to_end(source)
             if len(self._channels) > self._max_channels:
                 evicted = self._channels.popitem(last=False)[1]
         if evicted is not None:
             evicted.close()
         return rpc.PagesStub(channel)
+
+    def _connect(self, source: str) -> grpc.Channel:
+        if self._tls is not None:
+            return self._tls.channel(source, CHANNEL_OPTIONS)
+        return grpc.insecure_channel(source, options=CHANNEL_OPTIONS)
 
 
 def _release(handle: KVHandle) -> pb.ReleaseRequest:

@@ -26,7 +26,7 @@ from typing import Protocol, TypeVar
 
 import grpc
 
-from kvtransfer.control import TokenCheck, credentials
+from kvtransfer.control import ClusterTls, TokenCheck, credentials
 from protos import evenflow_pb2 as pb
 from protos import evenflow_pb2_grpc as rpc
 from serving import messages
@@ -172,10 +172,11 @@ class WorkerServer:
         *,
         debug: bool = False,
         token: str = "",
+        tls: ClusterTls | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._debug = debug
-        self._check = TokenCheck(token)
+        self._check, self._tls = TokenCheck(token), tls
         self._clock = clock
         self._gateways: set[_Attached] = set()
         self._owner: dict[str, _Attached] = {}  # until the engine's last word on the request
@@ -187,7 +188,10 @@ class WorkerServer:
         self._loop = asyncio.get_running_loop()
         self.server = grpc.aio.server(interceptors=(self._check,), options=_SERVER_OPTIONS)
         try:
-            bound = self.server.add_insecure_port(f"{host}:{port}")
+            if self._tls is None:
+                bound = self.server.add_insecure_port(f"{host}:{port}")
+            else:
+                bound = self.server.add_secure_port(f"{host}:{port}", self._tls.server())
         except RuntimeError as error:
             raise OSError(f"cannot listen on {host}:{port}") from error
         return f"{host}:{bound}"
@@ -374,9 +378,15 @@ class _Call:
 
 @asynccontextmanager
 async def over_grpc(
-    address: str, commands: AsyncIterator[pb.Command], token: str
+    address: str,
+    commands: AsyncIterator[pb.Command],
+    token: str,
+    *,
+    tls: ClusterTls | None = None,
 ) -> AsyncIterator[Connection]:
-    async with grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS) as channel:
+    plain = grpc.aio.insecure_channel
+    make = plain if tls is None else tls.aio_channel
+    async with make(address, options=_CLIENT_OPTIONS) as channel:
         yield _Call(rpc.WorkerStub(channel), commands, token)
 
 

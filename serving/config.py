@@ -76,6 +76,25 @@ class TlsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterTlsConfig:
+    """PEM files on every machine: gateways and workers show each other this certificate, which
+    ``ca`` signed for the name "evenflow". Without it they speak plain text."""
+
+    cert: str = ""
+    key: str = ""
+    ca: str = ""
+
+    def __post_init__(self) -> None:
+        given = [bool(path) for path in (self.cert, self.key, self.ca)]
+        if any(given) and not all(given):
+            raise ConfigError("cluster_tls: cert, key and ca belong together")
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.cert)
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Every setting of a deployment. ``None`` means: found out where it is used."""
 
@@ -115,6 +134,7 @@ class Config:
     drain_s: float = 60.0  # how long a worker that is being stopped may finish its streams
     placement: Literal["any", "labelled"] = "any"  # labelled: pools on nodes that offer their name
     cluster_token_file: str = ""  # kept across deployments; empty: a new token for each
+    cluster_tls: ClusterTlsConfig = field(default_factory=ClusterTlsConfig)
     # elsewhere
     ray: str = "auto"  # join a running Ray or start one; "local": start one; else its address
     state: str = "memory"

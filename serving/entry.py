@@ -1,4 +1,4 @@
-"""Where the command ``evenflow`` begins: nothing is imported yet that an interrupt could fall into."""
+"""Where the command ``evenflow`` begins, before anything that an interrupt could fall into."""
 
 import os
 import signal

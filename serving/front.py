@@ -8,9 +8,9 @@ are. It knows nothing about Ray.
 import asyncio
 import logging
 import socket
-import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,8 +18,9 @@ from serving.api.grpc_server import GrpcServer, ServerTls, server_tls
 from serving.api.openai import build_app
 from serving.api.settings import FrontSettings
 from serving.auth import Keyring, load_keys
-from serving.channel import ChannelPools
-from serving.config import Config, ConfigError, TlsConfig, is_loopback, served_name
+from serving.certificates import check_pem, read_cluster_tls
+from serving.channel import ChannelPools, over_grpc
+from serving.config import Config, TlsConfig, is_loopback, served_name
 from serving.gateway import Gateway
 from serving.http_server import HttpServer
 from serving.state import MemoryStore, StateStore
@@ -44,7 +45,10 @@ class FrontDoor:
 
     def __init__(self, config: Config, folder: Path, token: str = "") -> None:
         self._config = config
-        self.pools = ChannelPools(stall_timeout_s=config.stall_timeout_s, token=token)
+        connect = partial(over_grpc, tls=read_cluster_tls(config.cluster_tls))
+        self.pools = ChannelPools(
+            stall_timeout_s=config.stall_timeout_s, token=token, connect=connect
+        )
         tokenizer = Tokenizer.load(folder)
         name = served_name(config)
         self._store = _store(config, name)
@@ -121,15 +125,9 @@ def _grpc_tls(tls: TlsConfig) -> ServerTls | None:
     """ConfigError when a file is not what it should be: for both doors, before either opens."""
     if not tls.is_on:
         return None
+    check_pem("tls", tls.cert, tls.key, tls.client_ca)
     ca = Path(tls.client_ca) if tls.client_ca else None
-    try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(tls.cert, tls.key)
-        if ca is not None:
-            context.load_verify_locations(ca)
-        return server_tls(Path(tls.cert), Path(tls.key), ca)
-    except OSError as error:  # ssl.SSLError is one
-        raise ConfigError(f"tls: {tls.cert}, {tls.key}: {error.strerror or error}") from None
+    return server_tls(Path(tls.cert), Path(tls.key), ca)
 
 
 async def _patiently(deadline: float, take: Callable[[], Awaitable[T]]) -> T:

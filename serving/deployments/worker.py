@@ -16,6 +16,7 @@ from kvtransfer.collective import CollectiveTransport
 from kvtransfer.control import add_pages_service
 from kvtransfer.faults import PageFaults, read_faults
 from kvtransfer.leases import Leases
+from serving.certificates import read_cluster_tls
 from serving.channel import Identity, WorkerServer
 from serving.config import Config, Role
 from workers.calibrate import Bounds, known_latency
@@ -49,8 +50,8 @@ class WorkerProcess:
         self.incarnation = uuid.uuid4().hex
         self.address = ""
         self._threads = config.threads or default_threads(config.num_workers)
-        self._server = WorkerServer(debug=config.debug, token=token)
-        self._token = token
+        self._token, self._tls = token, read_cluster_tls(config.cluster_tls)
+        self._server = WorkerServer(debug=config.debug, token=token, tls=self._tls)
 
     async def start(self, folder: Path) -> None:
         """Load the model in ``folder`` and listen. ModelError when it cannot be served."""
@@ -104,6 +105,7 @@ class WorkerProcess:
             timeout_s=config.transfer_timeout_s,
             faults=read_faults(PageFaults, config.page_faults) if config.page_faults else None,
             token=self._token,
+            tls=self._tls,
         )
         add_pages_service(self._server.server, transport.endpoint)
         executor: Executor = OnOneThread(runner, self._threads)
