@@ -54,6 +54,7 @@ class Cluster:
         seed: int = 0,
         max_queue: int = 256,
         on_end: Callable[[Call], None] | None = None,
+        holds: bool = False,
     ) -> None:
         self.clock = Clock()
         self.workers: dict[str, SimWorker] = {}  # alive
@@ -63,7 +64,13 @@ class Cluster:
         self._links = SimLinks(self.clock, self.workers, faults, self._rng)
         self._on_end = on_end
         self.gateway = SimGateway(
-            self.clock, faults, self._rng, mode=mode, max_queue=max_queue, ended=self._ended
+            self.clock,
+            faults,
+            self._rng,
+            mode=mode,
+            max_queue=max_queue,
+            ended=self._ended,
+            holds=holds,
         )
         self._num_gpus = sum(pool.num_workers * pool.spec.num_gpus for pool in pools)
         self._outcomes: list[Outcome] = []

@@ -6,7 +6,7 @@ when its worker is lost, let go everywhere when it ends.
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.sim.clock import Clock
@@ -16,8 +16,9 @@ from bench.sim.streams import Call, Streams
 from bench.sim.worker import SimWorker, StepReport
 from kvtransfer.core.handle import KVHandle
 from serving.core.admission import admit
+from serving.core.demand import DemandMeter
 from serving.core.inflight import InFlight
-from serving.core.router import AUTO, NoRoute, ReplicaView, route
+from serving.core.router import AUTO, NoRoute, ReplicaView, rehome, route
 from workers.core.output import Load
 from workers.core.request import Request, Sequence
 
@@ -48,6 +49,7 @@ class Attached:
     load: Load
     channel: Channel
     streams: Streams
+    is_leaving: bool = False  # takes nothing new
     replica: ReplicaView | None = None  # as it looked to the router lately,
     until: float = 0.0  # which holds so long, unless something is heard from it or sent to it
 
@@ -64,14 +66,18 @@ class SimGateway:
         mode: str = AUTO,
         max_queue: int = 256,
         ended: Callable[[Call], None],
+        holds: bool = False,
     ) -> None:
         self.gaps = Gaps()
+        self.demand = DemandMeter()
         self._clock, self._faults, self._rng = clock, faults, rng
         self._mode, self._max_queue, self._ended = mode, max_queue, ended
         self._attached: dict[str, Attached] = {}
         self._calls: dict[str, Call] = {}
         self._in_flight = InFlight()
         self._num_unanswered = 0
+        self._holds = holds  # requests wait for a worker to start, instead of being refused
+        self._held: list[Call] = []
 
     # ------------------------------------------------------------------ workers
 
@@ -80,6 +86,10 @@ class SimGateway:
         load = Load(num_pages=worker.spec.num_pages, free_pages=worker.spec.num_pages)
         channel = Channel(self._clock, self._faults, self._rng)
         self._attached[worker.id] = Attached(worker, view, load, channel, Streams(self.gaps))
+        held, self._held = self._held, []
+        for call in held:
+            if call.request.id in self._calls:
+                self._route(call)
 
     def lose(self, worker_id: str) -> None:
         """The worker is found dead: what ran there is replayed elsewhere."""
@@ -89,6 +99,28 @@ class SimGateway:
         del self._attached[worker_id]
         for call in calls:
             self._replay(call, worker_id)
+
+    def set_role(self, worker_id: str, role: str) -> None:
+        """As live: its streams stay, or move when it is to prefill and others decode."""
+        attached = self._attached[worker_id]
+        attached.worker.role = role
+        attached.view, attached.replica = replace(attached.view, role=role), None
+        if role == "prefill":
+            self._empty(worker_id)
+
+    def retire(self, worker_id: str) -> None:
+        """It takes nothing new, and its streams go elsewhere."""
+        self._attached[worker_id].is_leaving = True
+        self._empty(worker_id)
+
+    def detach(self, worker_id: str) -> bool:
+        """Forget a retired worker, once nothing runs there or has yet to be fetched from there."""
+        worker = self._attached[worker_id].worker
+        worker.abort("")  # a turn, so that it sees what was let go
+        if worker.leases.held() or any(call.worker == worker_id for call in self._calls.values()):
+            return False
+        del self._attached[worker_id]
+        return True
 
     def heard(self, worker_id: str, note: StepReport) -> None:
         """A worker's message has arrived."""
@@ -129,7 +161,9 @@ class SimGateway:
 
     def arrive(self, request: Request, outcome: Outcome) -> None:
         """A new request, now."""
-        refusal = "no worker is attached"
+        slo, asked = request.slo, (len(request.prompt), request.sampling.max_tokens)
+        self.demand.arrived(request.id, *asked, slo.ttft_s, slo.itl_s, self._clock.now)
+        refusal = "" if self._holds else "no worker is attached"
         if self._attached:
             loads = [attached.load for attached in self._attached.values()]
             refused = admit(loads, self._num_unanswered, 1, self._max_queue)
@@ -137,11 +171,15 @@ class SimGateway:
         call = Call(request, outcome, request.slo.itl_s)
         if refusal:
             outcome.reason = f"refused: {refusal}"
+            self.demand.left(request.id)
             self._ended(call)
             return
         self._calls[request.id] = call
         self._num_unanswered += 1
-        self._route(call)
+        if self._attached:
+            self._route(call)
+        else:
+            self._held.append(call)
 
     def leave(self, request_id: str) -> None:
         """The client goes away."""
@@ -155,7 +193,7 @@ class SimGateway:
             decision = route(
                 len(request.prompt) + len(call.output),
                 request.max_tokens_total,
-                [self._replica(attached, now) for attached in self._attached.values()],
+                self._replicas(now),
                 mode=self._mode,
                 avoid=call.lost,
             )
@@ -187,7 +225,25 @@ class SimGateway:
         if call is None or call.worker != worker_id:
             self._abort(worker_id, name)  # nobody will fetch
             return
-        self._run(call, call.decode, False, handle)
+        home, call.target = call.target or call.decode, ""
+        if not self._takes_new(home):
+            total = call.request.max_tokens_total
+            home = rehome(total, self._replicas(self._clock.now), (worker_id, *call.lost)) or ""
+        if home:
+            self._run(call, home, False, handle)
+        else:  # nobody else is there: back to where it was, computed again
+            self._let_go(call)
+            self._run(call, worker_id, False, None)
+
+    def _empty(self, worker_id: str) -> None:
+        """Let the streams of a worker move to where they do better."""
+        attached, now = self._attached[worker_id], self._clock.now
+        for call in [call for call in self._calls.values() if call.worker == worker_id]:
+            homes = [r for r in self._replicas(now) if attached.is_leaving or r.role != "prefill"]
+            home = rehome(call.request.max_tokens_total, homes, (worker_id, *call.lost))
+            if home is not None:
+                call.target = home
+                attached.channel.send(attached.worker.hand_off, call.request.id)
 
     def _replay(self, call: Call, worker_id: str) -> None:
         """What the client has is kept and goes along."""
@@ -218,6 +274,9 @@ class SimGateway:
             call.is_answered = True
             self._num_unanswered -= 1
         del self._calls[call.request.id]
+        self.demand.left(call.request.id)
+        if call.output:
+            self.demand.finished(len(call.output))
         outcome = call.outcome
         outcome.reason, outcome.last_at = why, call.last_at
         outcome.num_output, outcome.num_late = len(call.output), call.num_late
@@ -228,6 +287,7 @@ class SimGateway:
         self._forget(worker_id, call)
         if not call.is_answered:
             call.is_answered = True
+            self.demand.answered(call.request.id, self._clock.now)
             self._num_unanswered -= 1
 
     def _collect(self, call: Call) -> None:
@@ -253,6 +313,16 @@ class SimGateway:
         attached = self._attached.get(worker_id)
         if attached is not None:
             attached.channel.send(attached.worker.abort, name)
+
+    def _takes_new(self, worker_id: str) -> bool:
+        attached = self._attached.get(worker_id)
+        return attached is not None and not attached.is_leaving
+
+    def _replicas(self, now: float) -> list[ReplicaView]:
+        """Who takes new work; those that are leaving only when nobody else is there."""
+        everybody = self._attached.values()
+        staying = [a for a in everybody if not a.is_leaving] or everybody
+        return [self._replica(attached, now) for attached in staying]
 
     def _replica(self, attached: Attached, now: float) -> ReplicaView:
         if attached.replica is None or now >= attached.until:

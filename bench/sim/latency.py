@@ -5,8 +5,11 @@ measured steps (``bench.sim.profiles``), or the model that a live worker fitted 
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
+from workers.calibrate import MAX_ROUNDS, SHAPES
+from workers.core.latency import LatencyModel, restored
 from workers.core.plan import BatchShape
 
 
@@ -16,6 +19,8 @@ class Latency(Protocol):
     def step_s(self, shape: BatchShape) -> float:
         """Seconds that one step with such a batch takes."""
         ...
+
+    def __hash__(self) -> int: ...
 
     def transfer_s(self, num_bytes: int, pair: str = "") -> float:
         """Seconds to bring so many bytes of pages from one worker to another, alone on the link."""
@@ -59,3 +64,20 @@ class Coefficients:
 
     def transfer_s(self, num_bytes: int, pair: str = "") -> float:
         return self.link.transfer_s(num_bytes, pair)
+
+
+def calibrated(latency: Latency) -> LatencyModel:
+    """What a worker with such steps knows of itself when it starts, as live: from the same shapes
+    as ``workers.calibrate`` runs."""
+    return restored(_calibration(latency))
+
+
+@lru_cache(maxsize=64)
+def _calibration(latency: Latency) -> dict[str, object]:
+    model = LatencyModel()
+    for num_decodes, context, start, length in SHAPES * MAX_ROUNDS:
+        attended = length * (start + length)
+        shape = BatchShape(length, attended, num_decodes, num_decodes * context)
+        model.observe(shape, latency.step_s(shape))
+    model.settle()
+    return model.snapshot()

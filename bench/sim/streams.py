@@ -26,6 +26,7 @@ class Call:
     worker: str = ""  # whose tokens count now
     seq: Sequence | None = None  # and the sequence there that makes them
     decode: str = ""  # where it goes after a hand-off
+    target: str = ""  # where it has been told to move to
     last_at: float = 0.0
     num_late: int = 0
     is_answered: bool = False

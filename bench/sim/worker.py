@@ -10,7 +10,7 @@ from itertools import count
 from typing import Protocol
 
 from bench.sim.clock import Clock
-from bench.sim.latency import Latency
+from bench.sim.latency import Latency, calibrated
 from kvtransfer.core.handle import KVHandle, KVLayout
 from kvtransfer.core.ledger import LeaseLedger
 from workers.core.load import scheduler_load
@@ -107,7 +107,12 @@ class SimWorker:
     ) -> None:
         self.id, self.role, self.spec = id, role, spec
         self.pool = PagePool(spec.num_pages, spec.layout.page_size)
-        self.scheduler = Scheduler(spec.limits, self.pool, prefix_caching=spec.prefix_caching)
+        self.scheduler = Scheduler(
+            spec.limits,
+            self.pool,
+            prefix_caching=spec.prefix_caching,
+            latency=calibrated(spec.latency),
+        )
         self.leases = LeaseLedger(spec.lease_s)
         self.is_dead = False
         self.busy_s = 0.0  # spent in steps
@@ -131,6 +136,11 @@ class SimWorker:
 
     def abort(self, request_id: str) -> None:
         self._inbox.append(lambda: self._abort(request_id))
+        self._turn()
+
+    def hand_off(self, request_id: str) -> None:
+        """It leaves with its pages after its next token."""
+        self._inbox.append(lambda: self._hand_off(request_id))
         self._turn()
 
     def drop_lease(self, request_id: str) -> None:
@@ -249,6 +259,9 @@ class SimWorker:
         self.leases.release(request_id)
         if seq is not None and seq.handle is not None:
             self._links.release(seq.handle)
+
+    def _hand_off(self, request_id: str) -> None:
+        self.scheduler.hand_off(request_id)
 
     # ------------------------------------------------------------------ pages
 

@@ -1,0 +1,604 @@
+"""Clocks 3 and 4: which role each worker has, and how many workers there are.
+
+A decision is a function of what was observed, and of a little memory: what the last minutes asked
+for, and when something was changed. Its order of means is their price: the step budgets take what
+will pass by itself, a flip takes a worker where it is needed more, a replica costs a GPU.
+
+    up      the predicted pressure is above 1, or promises are broken and a replica would help
+    down    one worker less still kept the promises of the last minutes, with a margin
+    hold    whatever is not known: silence, a stuck counter and a late start are not zero demand
+
+It knows counts, seconds and promises. It refuses to know Ray, clocks and who carries it out.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import exp
+
+from serving.core.demand import STEADY_S, DemandStats, Window
+from serving.core.fleet import Fleet, Pressure, StepCosts, Work, pressure, work_of
+from workers.core.output import Load
+
+HOLD, ABSORB, FLIP, ADD, REMOVE = "hold", "absorb", "flip", "add", "remove"
+MIXED, PREFILL, DECODE = "mixed", "prefill", "decode"
+FLIPS = ((DECODE, PREFILL), (PREFILL, DECODE))
+
+UP_AT = 1.0  # pressure
+URGENT_AT = 1.5  # not confirmed by a second look
+HELPS_AT = 0.5  # below this pressure, a broken promise without a queue is noise
+DOWN_AT = (0.5, 0.85)  # with one worker less: by how much the load may differ by chance
+GAIN = 0.9  # a flip brings the pressure down to at most this part
+LATE_PART = 0.01  # of gaps
+MIN_GAPS = 50
+SIGMAS = 3.0  # a busier period than chance makes of the steady rate
+WRONG_FOR_S = 1800.0  # how slowly a prediction that was too good is forgiven
+MAX_WRONG = 3.0
+TREND_S = 120.0  # over which growth is looked for
+MIN_TREND = 6  # periods
+MAX_GROWTH = 2.0
+EVENT_WINDOW_S = 600.0
+FIRST_START_S = 30.0  # until one was seen
+NONE = Pressure()
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleRules:
+    """What the operator may choose."""
+
+    max_gpus: float = 1e9
+    gpus_per_worker: float = 1.0
+    period_s: float = 10.0
+    down_cool_s: float = 120.0  # after anything was added or flipped
+    settle_s: float = 60.0  # after these, before predictions are called wrong
+    up_cool_s: float = 20.0  # after something was removed
+    flip_cool_s: float = 30.0
+    stable_s: float = 180.0  # what is looked back on before a worker goes
+    start_patience_s: float = 180.0  # a replica that is not there by then is not counted on
+    stale_s: float = 15.0  # a worker that says nothing for so long is unknown
+    max_step: int = 4  # replicas in one decision
+    max_events: int = 20  # in ten minutes
+    flips: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """A worker that has started."""
+
+    id: str
+    role: str
+    load: Load
+    silent_s: float = 0.0  # since it was last heard
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """A pool: how many workers it was told to have, and those that are there."""
+
+    name: str
+    role: str  # in which its workers start
+    min_workers: int
+    max_workers: int
+    target: int
+    workers: tuple[WorkerStats, ...] = ()
+
+    @property
+    def num_starting(self) -> int:
+        return max(0, self.target - len(self.workers))
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleDecision:
+    """What to do, and why in plain words."""
+
+    kind: str
+    reason: str
+    pool: str = ""  # to add to, or to remove from
+    target: int = 0  # workers of that pool from now on
+    worker: str = ""  # to flip
+    role: str = ""
+    now: Pressure = NONE
+    after: Pressure = NONE
+
+    @property
+    def is_event(self) -> bool:
+        return self.kind in (FLIP, ADD, REMOVE)
+
+
+@dataclass(slots=True)
+class _Start:
+    """Replicas of a pool that are on their way."""
+
+    since: float
+    num_ready: int
+
+
+@dataclass(slots=True)
+class _Episode:
+    """A queue that was left to the step budgets."""
+
+    since: float
+    until: float
+
+
+class _Trend:
+    """Whether arrivals grow, and by how much until a replica asked for now would be there."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, Window]] = deque()  # what arrived until then
+        self._horizon_s = 0.0
+
+    def note(self, recent: Window, now: float, horizon_s: float) -> None:
+        self._seen.append((now, recent))
+        self._horizon_s = horizon_s
+        while self._seen[0][0] < now - TREND_S:
+            self._seen.popleft()
+
+    def factor(self) -> float:
+        """1 unless the growth is clearly more than chance: a line through the counts."""
+        if len(self._seen) < MIN_TREND:
+            return 1.0
+        times = [at - window.span_s / 2 for at, window in self._seen]
+        rates = [window.num_arrived / window.span_s for _, window in self._seen]
+        middle, mean = sum(times) / len(times), sum(rates) / len(rates)
+        square = sum((t - middle) ** 2 for t in times)
+        slope = sum((t - middle) * rate for t, rate in zip(times, rates, strict=True)) / square
+        chance = (mean / self._seen[-1][1].span_s / square) ** 0.5
+        if mean <= 0 or slope <= SIGMAS * chance:
+            return 1.0
+        steady_at = self._seen[-1][0] - STEADY_S / 2
+        then = mean + slope * (self._seen[-1][0] + self._horizon_s - middle)
+        return min(MAX_GROWTH, max(1.0, then / max(mean + slope * (steady_at - middle), mean / 2)))
+
+
+class Autoscaler:
+    """``decide`` once a period. Not thread-safe."""
+
+    def __init__(self, rules: ScaleRules) -> None:
+        self.rules = rules
+        self.start_s = FIRST_START_S  # how long a replica takes, as seen lately
+        self._past: deque[tuple[float, Work]] = deque()
+        self._costs: StepCosts | None = None
+        self._num_breaches = 0  # periods in a row
+        self._episode: _Episode | None = None
+        self._trend = _Trend()
+        self._wrong = 1.0  # how far predictions were too good
+        self._counters: dict[str, Load] = {}
+        self._moved_at: dict[str, float] = {}  # when a worker's step counter last moved
+        self._starts: dict[str, _Start] = {}
+        self._events: deque[float] = deque()  # of the last ten minutes
+        self._last: dict[str, float] = {}  # when each kind of event happened last
+        self._last_at: float | None = None
+        self._cached = 0.0  # part of the prompt tokens
+
+    def decide(
+        self,
+        pools: Sequence[PoolStats],
+        demand: DemandStats | None,
+        costs: StepCosts | None,
+        now: float,
+    ) -> ScaleDecision:
+        """``demand`` is None when nobody could say; ``costs`` until a worker has told its model."""
+        self._costs = costs or self._costs
+        self._watch_starts(pools, now)
+        view = _View(pools, self.rules, self._unknown(pools, now), self._counted(pools, now))
+        measured = self._measure(view, now)
+        decision = self._decide(view, demand, measured, now)
+        if decision.is_event:
+            self._note(decision, now)
+        return decision
+
+    # ------------------------------------------------------------------ deciding
+
+    def _decide(
+        self, view: "_View", demand: DemandStats | None, measured: Work, now: float
+    ) -> ScaleDecision:
+        if demand is None:
+            return ScaleDecision(HOLD, "nobody says what is asked for: that is not zero demand")
+        if not view.fleet.num:
+            return self._from_nothing(view, demand)
+        self._trend.note(demand.recent, now, self.start_s)
+        if self._costs is None:
+            return ScaleDecision(HOLD, "no worker has told its step times yet")
+        base = self._demanded(demand, self._costs).at_least(measured)
+        stuck = not demand.recent.num_arrived and measured.prefill > 0 and not view.num_queued
+        hard = self._with_backlog(base, view, demand)
+        at_base, at_hard = (pressure(view.fleet, w, self._costs) for w in (base, hard))
+        broken = _broken(demand)
+        settled = not any(pool.num_starting for pool in view.pools) and all(
+            self._cooling(kind, self.rules.settle_s, now) <= 0 for kind in (ADD, FLIP)
+        )
+        helps = view.num_queued or at_hard.worst > HELPS_AT
+        if broken and settled and helps and at_hard.worst <= UP_AT:
+            hard = self._corrected(hard, at_hard)
+            at_hard = pressure(view.fleet, hard, self._costs)
+        self._remember(hard, now)
+        limit = UP_AT if broken else UP_AT + _chance(demand)
+        self._num_breaches = self._num_breaches + 1 if at_hard.worst > limit else 0
+        if at_hard.worst > limit:
+            return self._up(view, hard, at_base, at_hard, broken, now)
+        if broken:
+            return ScaleDecision(
+                HOLD,
+                f"{broken}, but there is no queue and little load: more would not help",
+                now=at_hard,
+            )
+        if stuck:
+            return ScaleDecision(
+                HOLD,
+                "the count of arrivals stands still while workers compute prompts",
+                now=at_hard,
+            )
+        return self._down(view, demand, at_hard, now)
+
+    def _from_nothing(self, view: "_View", demand: DemandStats) -> ScaleDecision:
+        if not demand.num_waiting and not demand.recent.num_arrived:
+            return ScaleDecision(HOLD, "nothing is asked for, and there is no worker")
+        pool = next(iter(view.growable()), None)
+        if pool is None:
+            return ScaleDecision(HOLD, "requests wait, and every pool is at its limit or starting")
+        num = self._first_workers(view, pool, demand)
+        return ScaleDecision(
+            ADD,
+            f"{demand.num_waiting} requests wait and there is no worker: {num} to {pool.name}",
+            pool.name,
+            pool.target + num,
+        )
+
+    def _first_workers(self, view: "_View", pool: PoolStats, demand: DemandStats) -> int:
+        """As many as the arrivals so far need, when the costs are known; one otherwise."""
+        num = 1
+        if self._costs is not None:
+            work = self._demanded(demand, self._costs)
+            most = view.room(pool)
+            while (
+                num < most and pressure(Fleet().plus(pool.role, num), work, self._costs).worst > 1
+            ):
+                num += 1
+        return num
+
+    def _up(
+        self,
+        view: "_View",
+        hard: Work,
+        at_base: Pressure,
+        at_hard: Pressure,
+        broken: str,
+        now: float,
+    ) -> ScaleDecision:
+        costs = self._costs
+        assert costs is not None
+        need = f"{_need(at_hard)} on {view.fleet}" + (f", and {broken}" if broken else "")
+        urgent = at_hard.worst > URGENT_AT
+        if self._num_breaches < 2 and not urgent:
+            return ScaleDecision(HOLD, f"{need}: seen once, looking again", now=at_hard)
+        if at_base.worst <= UP_AT and self._absorbs(at_base, now):
+            return ScaleDecision(
+                ABSORB,
+                f"{need}: the step budgets take it, the queue is gone before a replica could start "
+                f"({self.start_s:.0f} s)",
+                now=at_hard,
+            )
+        if (wait_s := self._cooling(REMOVE, self.rules.up_cool_s, now)) > 0:
+            return ScaleDecision(HOLD, f"{need}: {wait_s:.0f} s after a removal", now=at_hard)
+        if self._num_events(now) >= self.rules.max_events:
+            return ScaleDecision(HOLD, f"{need}: too many changes in ten minutes", now=at_hard)
+        flip = self._flip(view, hard, at_hard, costs, now)
+        if flip is not None and flip.after.worst <= UP_AT:
+            return replace(flip, reason=f"{need}: {flip.reason}")
+        add = self._add(view, hard, at_hard, costs)
+        if add is not None:
+            return replace(add, reason=f"{need}: {add.reason}")
+        if flip is not None:
+            return replace(flip, reason=f"{need}: no GPU is left, {flip.reason}")
+        return ScaleDecision(HOLD, f"{need}: at the limit of what may be used", now=at_hard)
+
+    def _flip(
+        self, view: "_View", work: Work, before: Pressure, costs: StepCosts, now: float
+    ) -> ScaleDecision | None:
+        """The best exchange of one worker between prefill and decode; None when none pays."""
+        if not self.rules.flips or self._cooling(FLIP, self.rules.flip_cool_s, now) > 0:
+            return None
+        best: ScaleDecision | None = None
+        for source, role in FLIPS:
+            worker = view.least_busy(source)
+            if worker is None or self._cooling(f"{role}>{source}", self.rules.down_cool_s, now) > 0:
+                continue
+            after = pressure(view.fleet.flipped(source, role), work, costs)
+            if after.worst > GAIN * before.worst or (best and after.worst >= best.after.worst):
+                continue
+            reason = f"{worker} goes from {source} to {role}, {_then(after)}; no GPU is needed"
+            best = ScaleDecision(
+                FLIP, reason, worker=worker, role=role, now=before, after=after, pool=source
+            )
+        return best
+
+    def _add(
+        self, view: "_View", work: Work, before: Pressure, costs: StepCosts
+    ) -> ScaleDecision | None:
+        """The fewest replicas that bring the pressure down, else those that help most."""
+        best: tuple[tuple[bool, float, float], ScaleDecision] | None = None
+        for pool in view.growable():
+            for num in range(1, view.room(pool) + 1):
+                after = pressure(view.fleet.plus(pool.role, num), work, costs)
+                holds = after.worst <= UP_AT
+                rank = (not holds, float(num) if holds else after.worst, after.worst)
+                if best is None or rank < best[0]:
+                    reason = f"{num} more in {pool.name}, {_then(after)}"
+                    target = pool.target + num
+                    best = (
+                        rank,
+                        ScaleDecision(ADD, reason, pool.name, target, now=before, after=after),
+                    )
+        return None if best is None or best[1].after.worst >= before.worst else best[1]
+
+    def _down(
+        self, view: "_View", demand: DemandStats, at_now: Pressure, now: float
+    ) -> ScaleDecision:
+        calm = ScaleDecision(HOLD, f"{_need(at_now)} on {view.fleet}", now=at_now)
+        if view.unknown:
+            return replace(calm, reason=f"{calm.reason}; {view.unknown[0]} is not heard from")
+        if view.num_queued or now - self._past[0][0] < self.rules.stable_s - self.rules.period_s:
+            return calm
+        changed_s = max(self._cooling(kind, self.rules.down_cool_s, now) for kind in (ADD, FLIP))
+        if changed_s > 0 or self._cooling(REMOVE, 2 * self.rules.period_s, now) > 0:
+            return calm
+        work = self._hardest().times(self._wrong)
+        margin = UP_AT / (1 + SIGMAS * _chance(demand))
+        for pool in sorted(view.pools, key=lambda pool: -pool.target):
+            num, after = self._spare(view, pool, work, max(DOWN_AT[0], min(DOWN_AT[1], margin)))
+            if num:
+                return ScaleDecision(
+                    REMOVE,
+                    f"{num} fewer in {pool.name} would still have kept the promises of the last "
+                    f"{self.rules.stable_s:.0f} s ({_then(after)})",
+                    pool.name,
+                    pool.target - num,
+                    now=at_now,
+                    after=after,
+                )
+        return calm
+
+    def _spare(
+        self, view: "_View", pool: PoolStats, work: Work, margin: float
+    ) -> tuple[int, Pressure]:
+        """How many of a pool are not needed, whichever Serve takes, after one flip at most."""
+        assert self._costs is not None
+        roles = Counter(worker.role for worker in pool.workers)
+        starting, late = pool.num_starting, pool.num_starting - view.counted[pool.name]
+        most = min(self.rules.max_step, pool.target - pool.min_workers)
+        fleet, num, at = view.fleet, min(late, most), self._best(view.fleet, work)
+        while num < most:  # those that start go first
+            gone = [pool.role] if num < starting else [role for role in roles if roles[role]]
+            options = [(self._best(fleet.plus(role, -1), work), role) for role in gone]
+            if not options:
+                break
+            after, role = max(options, key=lambda option: option[0].worst)
+            if after.worst > margin:
+                break
+            fleet, at, num = fleet.plus(role, -1), after, num + 1
+            if num > starting:
+                roles[role] -= 1
+        return num, at
+
+    def _best(self, fleet: Fleet, work: Work) -> Pressure:
+        assert self._costs is not None
+        fleets = [fleet]
+        if self.rules.flips:
+            fleets += [fleet.flipped(a, b) for a, b in FLIPS if getattr(fleet, a) > 1]
+        return min((pressure(f, work, self._costs) for f in fleets), key=lambda p: p.worst)
+
+    # ------------------------------------------------------------------ what is asked for
+
+    def _demanded(self, demand: DemandStats, costs: StepCosts) -> Work:
+        """By the steady rate, or by the recent one when chance does not explain it."""
+
+        def work(window: Window) -> Work:
+            slos = demand.ttft_slo_s, demand.itl_slo_s
+            return work_of(window, costs, demand.mean_output, self._cached, *slos)
+
+        steady, recent = work(demand.steady), work(demand.recent)
+        expected = demand.steady.num_arrived / demand.steady.span_s * demand.recent.span_s
+        chance = SIGMAS * (max(expected, 1.0) * (1 + steady.spread)) ** 0.5
+        is_busier = demand.recent.num_arrived > expected + chance
+        return steady.at_least(recent) if is_busier else steady.times(self._trend.factor())
+
+    def _with_backlog(self, work: Work, view: "_View", demand: DemandStats) -> Work:
+        """What waits beyond what can be served in half a promise is to be gone by the time that a
+        replica would be there."""
+        assert self._costs is not None
+        queued_s = max(
+            self._costs.prompt_token_s * view.queued_tokens, work.prompt_s * demand.num_waiting
+        )
+        fleet = view.fleet
+        servers = fleet.prefill + fleet.mixed or fleet.num
+        late_s = queued_s - servers * work.ttft_slo_s / 2
+        if late_s <= 0:
+            return work
+        return replace(work, prefill=work.prefill + late_s / max(self.start_s, 10.0))
+
+    def _corrected(self, work: Work, predicted: Pressure) -> Work:
+        """Promises are broken where none should be: what is measured counts."""
+        factor = min(MAX_WRONG, 1.1 * UP_AT / max(predicted.worst, 1e-6))
+        self._wrong = max(self._wrong, factor)
+        return work.times(factor)
+
+    def _measure(self, view: "_View", now: float) -> Work:
+        """What the workers computed since the last look: streams that run are demand as well."""
+        costs, since = self._costs, self._last_at
+        loads = {worker.id: worker.load for worker in view.workers()}
+        before, self._counters, self._last_at = self._counters, loads, now
+        cached = sum(load.cached_tokens for load in loads.values())
+        prompts = sum(load.prompt_tokens for load in loads.values())
+        self._cached = min(0.9, cached / max(1, cached + prompts))
+        if costs is None or since is None or now <= since:
+            return Work()
+        span_s = now - since
+        pairs = [(before[name], load) for name, load in loads.items() if name in before]
+        tokens = sum(max(0, new.output_tokens - old.output_tokens) for old, new in pairs) / span_s
+        prompts_s = (
+            sum(max(0, new.prompt_tokens - old.prompt_tokens) for old, new in pairs) / span_s
+        )
+        streams = sum(load.decode_seqs for load in loads.values())
+        held = sum(load.context_tokens for load in loads.values())
+        context = held / streams if streams else 0.0
+        return Work(
+            prefill=costs.prompt_token_s * prompts_s,
+            decode=tokens * (costs.decode_s + costs.context_s * context) if streams else 0.0,
+            tokens=tokens,
+            context=context,
+            held=float(held),
+            spread=0.0,
+            ttft_slo_s=1e9,
+            itl_slo_s=1e9,
+        )
+
+    def _remember(self, work: Work, now: float) -> None:
+        self._wrong = 1 + (self._wrong - 1) * exp(-self.rules.period_s / WRONG_FOR_S)
+        self._past.append((now, work))
+        while self._past[0][0] < now - self.rules.stable_s:
+            self._past.popleft()
+
+    def _hardest(self) -> Work:
+        """Of the last minutes."""
+        works = [work for _, work in self._past]
+        hardest = works[0]
+        for work in works[1:]:
+            hardest = hardest.at_least(work)
+        return hardest
+
+    def _absorbs(self, base: Pressure, now: float) -> bool:
+        """Whether a queue passes before a replica could help. One that comes back does not."""
+        if base.worst > GAIN:
+            return False
+        episode = self._episode
+        if episode is None or now - episode.until > 3 * self.rules.period_s:
+            if episode is not None and now - episode.until < 2 * self.rules.stable_s:
+                return False
+            episode = self._episode = _Episode(now, now)
+        episode.until = now
+        return now - episode.since < self.start_s
+
+    # ------------------------------------------------------------------ who is there
+
+    def _watch_starts(self, pools: Sequence[PoolStats], now: float) -> None:
+        for pool in pools:
+            start, ready = self._starts.get(pool.name), len(pool.workers)
+            if not pool.num_starting:
+                if start is not None and ready > start.num_ready:
+                    self.start_s += 0.5 * (now - start.since - self.start_s)
+                self._starts.pop(pool.name, None)
+            elif start is None or ready > start.num_ready:
+                since = now if start is None else start.since
+                self._starts[pool.name] = _Start(since, ready)
+            else:
+                self.start_s = max(self.start_s, now - start.since)
+
+    def _counted(self, pools: Sequence[PoolStats], now: float) -> dict[str, int]:
+        """Starting replicas that are counted on, by pool. One that is late is not."""
+        counted = {}
+        for pool in pools:
+            start = self._starts.get(pool.name)
+            late = start is not None and now - start.since > self.rules.start_patience_s
+            counted[pool.name] = 0 if late else pool.num_starting
+        return counted
+
+    def _unknown(self, pools: Sequence[PoolStats], now: float) -> list[str]:
+        """Workers that are silent, or whose steps stand still though they have work."""
+        unknown = []
+        for worker in (worker for pool in pools for worker in pool.workers):
+            load, old = worker.load, self._counters.get(worker.id)
+            has_work = load.running_seqs or load.waiting_seqs
+            if old is None or load.step != old.step or not has_work:
+                self._moved_at[worker.id] = now
+            stands_s = now - self._moved_at[worker.id]
+            if max(worker.silent_s, stands_s) > self.rules.stale_s:
+                unknown.append(worker.id)
+        return unknown
+
+    # ------------------------------------------------------------------ what was done
+
+    def _note(self, decision: ScaleDecision, now: float) -> None:
+        self._events.append(now)
+        self._last[decision.kind] = now
+        if decision.kind == FLIP:
+            self._last[f"{decision.pool}>{decision.role}"] = now
+        if decision.kind == ADD:
+            self._starts.pop(decision.pool, None)  # patience begins anew
+        self._num_breaches = 0
+
+    def _cooling(self, kind: str, cool_s: float, now: float) -> float:
+        """Seconds until the last event of this kind is so long ago."""
+        return cool_s - (now - self._last[kind]) if kind in self._last else 0.0
+
+    def _num_events(self, now: float) -> int:
+        while self._events and self._events[0] < now - EVENT_WINDOW_S:
+            self._events.popleft()
+        return len(self._events)
+
+
+class _View:
+    """The pools at one moment."""
+
+    def __init__(
+        self,
+        pools: Sequence[PoolStats],
+        rules: ScaleRules,
+        unknown: list[str],
+        counted: dict[str, int],
+    ) -> None:
+        self.pools, self.unknown, self.counted, self._rules = pools, unknown, counted, rules
+        known = Counter(worker.role for worker in self.workers() if worker.id not in unknown)
+        for pool in pools:
+            known[pool.role] += counted[pool.name]
+        self.fleet = Fleet(known[PREFILL], known[DECODE], known[MIXED])
+        self.queued_tokens = sum(worker.load.queued_tokens for worker in self.workers())
+        self.num_queued = sum(worker.load.waiting_seqs for worker in self.workers())
+
+    def workers(self) -> Iterable[WorkerStats]:
+        return (worker for pool in self.pools for worker in pool.workers)
+
+    def growable(self) -> list[PoolStats]:
+        return [pool for pool in self.pools if self.room(pool) > 0]
+
+    def room(self, pool: PoolStats) -> int:
+        """Replicas that the pool may get in one decision."""
+        used = sum(pool.target for pool in self.pools) * self._rules.gpus_per_worker
+        left = int((self._rules.max_gpus - used) / max(self._rules.gpus_per_worker, 1e-9) + 1e-9)
+        return max(0, min(pool.max_workers - pool.target, left, self._rules.max_step))
+
+    def least_busy(self, role: str) -> str | None:
+        """Who of a role gives it up most easily; None when the role needs its last one."""
+        have = [w for w in self.workers() if w.role == role and w.id not in self.unknown]
+        if len(have) < 2 and not (have and self.fleet.mixed):
+            return None
+        return min(have, key=lambda w: (w.load.running_seqs + w.load.waiting_seqs, w.id)).id
+
+
+def _broken(demand: DemandStats) -> str:
+    """The promises that are not kept, in words; "" when all are."""
+    broken = []
+    ratio = max(demand.ttft_p90_ratio, demand.oldest_ratio)
+    if ratio > 1:
+        broken.append(f"first tokens take {ratio:.1f} times what was promised")
+    if demand.num_gaps >= MIN_GAPS and demand.num_late > LATE_PART * demand.num_gaps:
+        broken.append(f"{demand.num_late / demand.num_gaps:.0%} of the gaps are late")
+    return " and ".join(broken)
+
+
+def _chance(demand: DemandStats) -> float:
+    """By what part the work of the steady window may be off: the standard deviation."""
+    num = demand.steady.num_arrived
+    if not num:
+        return 0.0
+    mean = demand.steady.prompt_tokens / num
+    square = demand.steady.prompt_squares / num
+    return float((square / max(mean * mean, 1.0) / num) ** 0.5)
+
+
+def _need(p: Pressure) -> str:
+    return f"{p.worst:.0%} of what the {p.side} side can take"
+
+
+def _then(p: Pressure) -> str:
+    return f"then {p.worst:.0%}"

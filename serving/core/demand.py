@@ -1,0 +1,146 @@
+"""What clients ask for and how long they wait, counted at arrival and not when they are served.
+
+A request that waits is in the figures for as long as it waits, so a queue is seen while it grows
+and not when it has been served. It knows arrivals, promises and answers, and no workers.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+STEADY_S = 60.0  # the window that rates are means of
+OUTPUT_GAIN = 0.05  # of the mean length of answers, which changes slowly
+FIRST_OUTPUT = 128.0  # tokens, before any answer has ended; less when nobody asks for so many
+MIN_SPAN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What arrived in a span of time."""
+
+    span_s: float
+    num_arrived: int = 0
+    prompt_tokens: int = 0
+    prompt_squares: float = 0.0  # sum of squared prompt lengths: what attention costs
+
+
+@dataclass(frozen=True, slots=True)
+class DemandStats:
+    """The demand of one gateway. Ratios are waits over what was promised: above 1 is a breach."""
+
+    steady: Window
+    recent: Window  # since the reading before
+    mean_output: float  # tokens of an answer
+    num_waiting: int  # requests without a first token, now
+    oldest_ratio: float  # of those, the longest wait over its promise
+    ttft_p90_s: float  # of those answered in ``recent`` and those that wait, as they feel it so far
+    ttft_p90_ratio: float
+    num_gaps: int  # between tokens, in ``recent``
+    num_late: int  # of these, longer than promised
+    ttft_slo_s: float  # the median promise of ``steady``
+    itl_slo_s: float
+
+
+@dataclass(slots=True)
+class _Seen:
+    at: float
+    prompt_tokens: int
+    ttft_slo_s: float
+    itl_slo_s: float
+
+
+class DemandMeter:
+    """Fed by a gateway with each sequence; memory is bounded by what arrives in one window and by
+    what waits. Not thread-safe."""
+
+    def __init__(self, started_at: float = 0.0) -> None:
+        self._started_at = self._read_at = started_at
+        self._seen: deque[_Seen] = deque()  # by arrival
+        self._waiting: dict[str, _Seen] = {}
+        self._answered: list[tuple[float, float]] = []  # (wait, promise) since the last reading
+        self._mean_output = 0.0
+        self._longest_asked = 0
+        self._num_gaps = self._num_late = 0  # since the last reading
+        self._slo = (0.0, 0.0)
+
+    def arrived(
+        self,
+        key: str,
+        prompt_tokens: int,
+        max_output: int,
+        ttft_slo_s: float,
+        itl_slo_s: float,
+        now: float,
+    ) -> None:
+        seen = _Seen(now, prompt_tokens, max(ttft_slo_s, 1e-3), max(itl_slo_s, 1e-4))
+        self._seen.append(seen)
+        self._waiting[key] = seen
+        self._longest_asked = max(self._longest_asked, max_output)
+
+    def answered(self, key: str, now: float) -> None:
+        """Its first token is out. Idempotent."""
+        seen = self._waiting.pop(key, None)
+        if seen is not None:
+            self._answered.append((now - seen.at, seen.ttft_slo_s))
+
+    def left(self, key: str) -> None:
+        """It will never have a token, or is over. Idempotent."""
+        self._waiting.pop(key, None)
+
+    def gaps(self, num: int, num_late: int) -> None:
+        """So many gaps between tokens ended, some of them later than promised."""
+        self._num_gaps += num
+        self._num_late += num_late
+
+    def finished(self, num_output: int) -> None:
+        """An answer ended with so many tokens."""
+        if not self._mean_output:
+            self._mean_output = float(num_output)
+        self._mean_output += OUTPUT_GAIN * (num_output - self._mean_output)
+
+    def read(self, now: float) -> DemandStats:
+        """Everything until now; the next ``recent`` begins here."""
+        while self._seen and self._seen[0].at < now - STEADY_S:
+            self._seen.popleft()
+        waits = [*self._answered, *((now - s.at, s.ttft_slo_s) for s in self._waiting.values())]
+        if self._seen:
+            self._slo = (
+                _middle([s.ttft_slo_s for s in self._seen]),
+                _middle([s.itl_slo_s for s in self._seen]),
+            )
+        stats = DemandStats(
+            steady=_window(self._seen, now - max(self._started_at, now - STEADY_S)),
+            recent=_window((s for s in self._seen if s.at >= self._read_at), now - self._read_at),
+            mean_output=self._mean_output or min(FIRST_OUTPUT, float(self._longest_asked)),
+            num_waiting=len(self._waiting),
+            oldest_ratio=max(
+                ((now - s.at) / s.ttft_slo_s for s in self._waiting.values()), default=0.0
+            ),
+            ttft_p90_s=_p90([wait for wait, _ in waits]),
+            ttft_p90_ratio=_p90([wait / slo for wait, slo in waits]),
+            num_gaps=self._num_gaps,
+            num_late=self._num_late,
+            ttft_slo_s=self._slo[0],
+            itl_slo_s=self._slo[1],
+        )
+        self._read_at, self._num_gaps, self._num_late = now, 0, 0
+        self._answered.clear()
+        return stats
+
+
+def _window(seen: Iterable[_Seen], span_s: float) -> Window:
+    lengths = [s.prompt_tokens for s in seen]
+    return Window(
+        max(MIN_SPAN_S, span_s), len(lengths), sum(lengths), float(sum(n * n for n in lengths))
+    )
+
+
+def _p90(values: list[float]) -> float:
+    """Nearest rank; 0 for none."""
+    ranked = sorted(values)
+    return ranked[-(-len(ranked) * 9 // 10) - 1] if ranked else 0.0
+
+
+def _middle(values: list[float]) -> float:
+    ranked = sorted(values)
+    return ranked[len(ranked) // 2]
