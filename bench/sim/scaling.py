@@ -14,17 +14,9 @@ from bench.sim.cluster import DEFAULT_SLO, Cluster, Pool, Result
 from bench.sim.streams import Call
 from bench.sim.worker import SimWorker, WorkerSpec
 from bench.sim.workload import Workload
-from serving.core.autoscaler import (
-    ADD,
-    FLIP,
-    HOLD,
-    REMOVE,
-    PoolStats,
-    ScaleDecision,
-    WorkerStats,
-)
+from serving.core.capacity import StepCosts
 from serving.core.demand import DemandStats
-from serving.core.fleet import StepCosts
+from serving.core.scaling import ADD, FLIP, HOLD, REMOVE, PoolStats, ScaleDecision, WorkerStats
 from workers.core.output import Load
 from workers.core.request import SLO
 

@@ -16,19 +16,20 @@ from bench.sim.outcome import Summary
 from bench.sim.scaling import Decider, ElasticCluster, ElasticPool, QueueLength, Scaled
 from bench.sim.worker import WorkerSpec
 from bench.sim.workload import Arrival, Workload, load_azure
-from serving.core.autoscaler import Autoscaler, ScaleRules
+from serving.core.autoscaler import Autoscaler
+from serving.core.scaling import ScaleRules
 from workers.core.policy import Limits
 from workers.core.request import SLO
 
-DAY_S, NUM_DAYS = 2400.0, 2
+DAY_S, NUM_DAYS = 1800.0, 2
 MAX_GPUS = 8
 START_S = 30.0
 LESS_GPU, NEAR = 0.80, 0.95  # of the best static fleet
 RAY_TARGETS = (2.0, 4.0, 8.0, 16.0)
-MACHINE = WorkerSpec(  # an 8B model on an A100, ten times slower: eight of them are not too many
-    Coefficients(3e-2, 5e-4, 1.5e-8, 2e-4, 5e-7), Limits(2048, 128, online=True), num_pages=6000
+MACHINE = WorkerSpec(  # an 8B model on an A100, three times slower: eight are not too many
+    Coefficients(1.5e-2, 1.5e-4, 4e-9, 5e-5, 1.5e-7), Limits(2048, 128, online=True), num_pages=6000
 )
-SLOS = SLO(4.0, 0.15)
+SLOS = SLO(3.0, 0.1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def daily(folder: Path) -> Load:
     with (folder / "derived_azure2024_conv_rate_digitised.csv").open(newline="") as file:
         curve = [(float(row["t_s"]), float(row["inv_per_min_mid"])) for row in csv.DictReader(file)]
     lengths = load_azure(folder / "azure2023_conv.first_half.csv").arrivals
-    times = _times(curve, busiest=7.0, rng=random.Random(0))
+    times = _times(curve, busiest=22.0, rng=random.Random(0))
     arrivals = tuple(Arrival(at, *lengths[i % len(lengths)][1:3]) for i, at in enumerate(times))
     about = f"{NUM_DAYS} days of {DAY_S:.0f} s each; lengths of the conversation trace of 2023."
     return Load("Day curve", about, Workload("days", arrivals))

@@ -14,8 +14,9 @@ from bench.sim.outcome import FINISHED
 from bench.sim.scaling import ElasticCluster, ElasticPool, Falsify, Scaled, Shown, StartTime
 from bench.sim.worker import WorkerSpec
 from bench.sim.workload import Arrival, Workload
-from serving.core.autoscaler import ABSORB, ADD, FLIP, REMOVE, Autoscaler, ScaleRules
+from serving.core.autoscaler import Autoscaler
 from serving.core.demand import DemandStats, Window
+from serving.core.scaling import ABSORB, ADD, FLIP, REMOVE, ScaleRules
 from workers.core.policy import Limits
 from workers.core.request import SLO
 

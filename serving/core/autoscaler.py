@@ -12,16 +12,27 @@ It knows counts, seconds and promises. It refuses to know Ray, clocks and who ca
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp
 
-from serving.core.demand import STEADY_S, DemandStats, Window
-from serving.core.fleet import Fleet, Pressure, StepCosts, Work, pressure, work_of
+from serving.core.capacity import Fleet, Pressure, StepCosts, Work, pressure, work_of
+from serving.core.demand import SIGMAS, DemandStats, Trend, Window
+from serving.core.scaling import (
+    ABSORB,
+    ADD,
+    DECODE,
+    FLIP,
+    HOLD,
+    PREFILL,
+    REMOVE,
+    PoolStats,
+    ScaleDecision,
+    ScaleRules,
+    View,
+)
 from workers.core.output import Load
 
-HOLD, ABSORB, FLIP, ADD, REMOVE = "hold", "absorb", "flip", "add", "remove"
-MIXED, PREFILL, DECODE = "mixed", "prefill", "decode"
 FLIPS = ((DECODE, PREFILL), (PREFILL, DECODE))
 
 UP_AT = 1.0  # pressure
@@ -31,78 +42,10 @@ DOWN_AT = (0.5, 0.85)  # with one worker less: by how much the load may differ b
 GAIN = 0.9  # a flip brings the pressure down to at most this part
 LATE_PART = 0.01  # of gaps
 MIN_GAPS = 50
-SIGMAS = 3.0  # a busier period than chance makes of the steady rate
 WRONG_FOR_S = 1800.0  # how slowly a prediction that was too good is forgiven
 MAX_WRONG = 3.0
-TREND_S = 120.0  # over which growth is looked for
-MIN_TREND = 6  # periods
-MAX_GROWTH = 2.0
 EVENT_WINDOW_S = 600.0
 FIRST_START_S = 30.0  # until one was seen
-NONE = Pressure()
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleRules:
-    """What the operator may choose."""
-
-    max_gpus: float = 1e9
-    gpus_per_worker: float = 1.0
-    period_s: float = 10.0
-    down_cool_s: float = 120.0  # after anything was added or flipped
-    settle_s: float = 60.0  # after these, before predictions are called wrong
-    up_cool_s: float = 20.0  # after something was removed
-    flip_cool_s: float = 30.0
-    stable_s: float = 180.0  # what is looked back on before a worker goes
-    start_patience_s: float = 180.0  # a replica that is not there by then is not counted on
-    stale_s: float = 15.0  # a worker that says nothing for so long is unknown
-    max_step: int = 4  # replicas in one decision
-    max_events: int = 20  # in ten minutes
-    flips: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStats:
-    """A worker that has started."""
-
-    id: str
-    role: str
-    load: Load
-    silent_s: float = 0.0  # since it was last heard
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStats:
-    """A pool: how many workers it was told to have, and those that are there."""
-
-    name: str
-    role: str  # in which its workers start
-    min_workers: int
-    max_workers: int
-    target: int
-    workers: tuple[WorkerStats, ...] = ()
-
-    @property
-    def num_starting(self) -> int:
-        return max(0, self.target - len(self.workers))
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleDecision:
-    """What to do, and why in plain words."""
-
-    kind: str
-    reason: str
-    pool: str = ""  # to add to, or to remove from
-    target: int = 0  # workers of that pool from now on
-    worker: str = ""  # to flip
-    role: str = ""
-    now: Pressure = NONE
-    after: Pressure = NONE
-
-    @property
-    def is_event(self) -> bool:
-        return self.kind in (FLIP, ADD, REMOVE)
 
 
 @dataclass(slots=True)
@@ -121,36 +64,6 @@ class _Episode:
     until: float
 
 
-class _Trend:
-    """Whether arrivals grow, and by how much until a replica asked for now would be there."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, Window]] = deque()  # what arrived until then
-        self._horizon_s = 0.0
-
-    def note(self, recent: Window, now: float, horizon_s: float) -> None:
-        self._seen.append((now, recent))
-        self._horizon_s = horizon_s
-        while self._seen[0][0] < now - TREND_S:
-            self._seen.popleft()
-
-    def factor(self) -> float:
-        """1 unless the growth is clearly more than chance: a line through the counts."""
-        if len(self._seen) < MIN_TREND:
-            return 1.0
-        times = [at - window.span_s / 2 for at, window in self._seen]
-        rates = [window.num_arrived / window.span_s for _, window in self._seen]
-        middle, mean = sum(times) / len(times), sum(rates) / len(rates)
-        square = sum((t - middle) ** 2 for t in times)
-        slope = sum((t - middle) * rate for t, rate in zip(times, rates, strict=True)) / square
-        chance = (mean / self._seen[-1][1].span_s / square) ** 0.5
-        if mean <= 0 or slope <= SIGMAS * chance:
-            return 1.0
-        steady_at = self._seen[-1][0] - STEADY_S / 2
-        then = mean + slope * (self._seen[-1][0] + self._horizon_s - middle)
-        return min(MAX_GROWTH, max(1.0, then / max(mean + slope * (steady_at - middle), mean / 2)))
-
-
 class Autoscaler:
     """``decide`` once a period. Not thread-safe."""
 
@@ -161,7 +74,7 @@ class Autoscaler:
         self._costs: StepCosts | None = None
         self._num_breaches = 0  # periods in a row
         self._episode: _Episode | None = None
-        self._trend = _Trend()
+        self._trend = Trend()
         self._wrong = 1.0  # how far predictions were too good
         self._counters: dict[str, Load] = {}
         self._moved_at: dict[str, float] = {}  # when a worker's step counter last moved
@@ -181,7 +94,7 @@ class Autoscaler:
         """``demand`` is None when nobody could say; ``costs`` until a worker has told its model."""
         self._costs = costs or self._costs
         self._watch_starts(pools, now)
-        view = _View(pools, self.rules, self._unknown(pools, now), self._counted(pools, now))
+        view = View(pools, self.rules, self._unknown(pools, now), self._counted(pools, now))
         measured = self._measure(view, now)
         decision = self._decide(view, demand, measured, now)
         if decision.is_event:
@@ -191,7 +104,7 @@ class Autoscaler:
     # ------------------------------------------------------------------ deciding
 
     def _decide(
-        self, view: "_View", demand: DemandStats | None, measured: Work, now: float
+        self, view: View, demand: DemandStats | None, measured: Work, now: float
     ) -> ScaleDecision:
         if demand is None:
             return ScaleDecision(HOLD, "nobody says what is asked for: that is not zero demand")
@@ -231,7 +144,7 @@ class Autoscaler:
             )
         return self._down(view, demand, at_hard, now)
 
-    def _from_nothing(self, view: "_View", demand: DemandStats) -> ScaleDecision:
+    def _from_nothing(self, view: View, demand: DemandStats) -> ScaleDecision:
         if not demand.num_waiting and not demand.recent.num_arrived:
             return ScaleDecision(HOLD, "nothing is asked for, and there is no worker")
         pool = next(iter(view.growable()), None)
@@ -245,7 +158,7 @@ class Autoscaler:
             pool.target + num,
         )
 
-    def _first_workers(self, view: "_View", pool: PoolStats, demand: DemandStats) -> int:
+    def _first_workers(self, view: View, pool: PoolStats, demand: DemandStats) -> int:
         """As many as the arrivals so far need, when the costs are known; one otherwise."""
         num = 1
         if self._costs is not None:
@@ -259,7 +172,7 @@ class Autoscaler:
 
     def _up(
         self,
-        view: "_View",
+        view: View,
         hard: Work,
         at_base: Pressure,
         at_hard: Pressure,
@@ -294,7 +207,7 @@ class Autoscaler:
         return ScaleDecision(HOLD, f"{need}: at the limit of what may be used", now=at_hard)
 
     def _flip(
-        self, view: "_View", work: Work, before: Pressure, costs: StepCosts, now: float
+        self, view: View, work: Work, before: Pressure, costs: StepCosts, now: float
     ) -> ScaleDecision | None:
         """The best exchange of one worker between prefill and decode; None when none pays."""
         if not self.rules.flips or self._cooling(FLIP, self.rules.flip_cool_s, now) > 0:
@@ -314,7 +227,7 @@ class Autoscaler:
         return best
 
     def _add(
-        self, view: "_View", work: Work, before: Pressure, costs: StepCosts
+        self, view: View, work: Work, before: Pressure, costs: StepCosts
     ) -> ScaleDecision | None:
         """The fewest replicas that bring the pressure down, else those that help most."""
         best: tuple[tuple[bool, float, float], ScaleDecision] | None = None
@@ -332,9 +245,7 @@ class Autoscaler:
                     )
         return None if best is None or best[1].after.worst >= before.worst else best[1]
 
-    def _down(
-        self, view: "_View", demand: DemandStats, at_now: Pressure, now: float
-    ) -> ScaleDecision:
+    def _down(self, view: View, demand: DemandStats, at_now: Pressure, now: float) -> ScaleDecision:
         calm = ScaleDecision(HOLD, f"{_need(at_now)} on {view.fleet}", now=at_now)
         if view.unknown:
             return replace(calm, reason=f"{calm.reason}; {view.unknown[0]} is not heard from")
@@ -360,7 +271,7 @@ class Autoscaler:
         return calm
 
     def _spare(
-        self, view: "_View", pool: PoolStats, work: Work, margin: float
+        self, view: View, pool: PoolStats, work: Work, margin: float
     ) -> tuple[int, Pressure]:
         """How many of a pool are not needed, whichever Serve takes, after one flip at most."""
         assert self._costs is not None
@@ -403,7 +314,7 @@ class Autoscaler:
         is_busier = demand.recent.num_arrived > expected + chance
         return steady.at_least(recent) if is_busier else steady.times(self._trend.factor())
 
-    def _with_backlog(self, work: Work, view: "_View", demand: DemandStats) -> Work:
+    def _with_backlog(self, work: Work, view: View, demand: DemandStats) -> Work:
         """What waits beyond what can be served in half a promise is to be gone by the time that a
         replica would be there."""
         assert self._costs is not None
@@ -423,7 +334,7 @@ class Autoscaler:
         self._wrong = max(self._wrong, factor)
         return work.times(factor)
 
-    def _measure(self, view: "_View", now: float) -> Work:
+    def _measure(self, view: View, now: float) -> Work:
         """What the workers computed since the last look: streams that run are demand as well."""
         costs, since = self._costs, self._last_at
         loads = {worker.id: worker.load for worker in view.workers()}
@@ -535,44 +446,6 @@ class Autoscaler:
         while self._events and self._events[0] < now - EVENT_WINDOW_S:
             self._events.popleft()
         return len(self._events)
-
-
-class _View:
-    """The pools at one moment."""
-
-    def __init__(
-        self,
-        pools: Sequence[PoolStats],
-        rules: ScaleRules,
-        unknown: list[str],
-        counted: dict[str, int],
-    ) -> None:
-        self.pools, self.unknown, self.counted, self._rules = pools, unknown, counted, rules
-        known = Counter(worker.role for worker in self.workers() if worker.id not in unknown)
-        for pool in pools:
-            known[pool.role] += counted[pool.name]
-        self.fleet = Fleet(known[PREFILL], known[DECODE], known[MIXED])
-        self.queued_tokens = sum(worker.load.queued_tokens for worker in self.workers())
-        self.num_queued = sum(worker.load.waiting_seqs for worker in self.workers())
-
-    def workers(self) -> Iterable[WorkerStats]:
-        return (worker for pool in self.pools for worker in pool.workers)
-
-    def growable(self) -> list[PoolStats]:
-        return [pool for pool in self.pools if self.room(pool) > 0]
-
-    def room(self, pool: PoolStats) -> int:
-        """Replicas that the pool may get in one decision."""
-        used = sum(pool.target for pool in self.pools) * self._rules.gpus_per_worker
-        left = int((self._rules.max_gpus - used) / max(self._rules.gpus_per_worker, 1e-9) + 1e-9)
-        return max(0, min(pool.max_workers - pool.target, left, self._rules.max_step))
-
-    def least_busy(self, role: str) -> str | None:
-        """Who of a role gives it up most easily; None when the role needs its last one."""
-        have = [w for w in self.workers() if w.role == role and w.id not in self.unknown]
-        if len(have) < 2 and not (have and self.fleet.mixed):
-            return None
-        return min(have, key=lambda w: (w.load.running_seqs + w.load.waiting_seqs, w.id)).id
 
 
 def _broken(demand: DemandStats) -> str:

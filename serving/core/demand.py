@@ -8,10 +8,14 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-STEADY_S = 60.0  # the window that rates are means of
+STEADY_S = 60.0  # the window that rates are means of, unless told otherwise
 OUTPUT_GAIN = 0.05  # of the mean length of answers, which changes slowly
 FIRST_OUTPUT = 128.0  # tokens, before any answer has ended; less when nobody asks for so many
 MIN_SPAN_S = 1.0
+TREND_S = 120.0  # over which growth is looked for
+MIN_TREND = 6  # periods
+MAX_GROWTH = 2.0
+SIGMAS = 3.0  # more than chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,9 @@ class DemandMeter:
     """Fed by a gateway with each sequence; memory is bounded by what arrives in one window and by
     what waits. Not thread-safe."""
 
-    def __init__(self, started_at: float = 0.0) -> None:
+    def __init__(self, started_at: float = 0.0, steady_s: float = STEADY_S) -> None:
         self._started_at = self._read_at = started_at
+        self._steady_s = steady_s
         self._seen: deque[_Seen] = deque()  # by arrival
         self._waiting: dict[str, _Seen] = {}
         self._answered: list[tuple[float, float]] = []  # (wait, promise) since the last reading
@@ -100,7 +105,7 @@ class DemandMeter:
 
     def read(self, now: float) -> DemandStats:
         """Everything until now; the next ``recent`` begins here."""
-        while self._seen and self._seen[0].at < now - STEADY_S:
+        while self._seen and self._seen[0].at < now - self._steady_s:
             self._seen.popleft()
         waits = [*self._answered, *((now - s.at, s.ttft_slo_s) for s in self._waiting.values())]
         if self._seen:
@@ -109,7 +114,7 @@ class DemandMeter:
                 _middle([s.itl_slo_s for s in self._seen]),
             )
         stats = DemandStats(
-            steady=_window(self._seen, now - max(self._started_at, now - STEADY_S)),
+            steady=_window(self._seen, now - max(self._started_at, now - self._steady_s)),
             recent=_window((s for s in self._seen if s.at >= self._read_at), now - self._read_at),
             mean_output=self._mean_output or min(FIRST_OUTPUT, float(self._longest_asked)),
             num_waiting=len(self._waiting),
@@ -126,6 +131,36 @@ class DemandMeter:
         self._read_at, self._num_gaps, self._num_late = now, 0, 0
         self._answered.clear()
         return stats
+
+
+class Trend:
+    """Whether arrivals grow, and by how much until a replica asked for now would be there."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, Window]] = deque()  # what arrived until then
+        self._horizon_s = 0.0
+
+    def note(self, recent: Window, now: float, horizon_s: float) -> None:
+        self._seen.append((now, recent))
+        self._horizon_s = horizon_s
+        while self._seen[0][0] < now - TREND_S:
+            self._seen.popleft()
+
+    def factor(self) -> float:
+        """1 unless the growth is clearly more than chance: a line through the counts."""
+        if len(self._seen) < MIN_TREND:
+            return 1.0
+        times = [at - window.span_s / 2 for at, window in self._seen]
+        rates = [window.num_arrived / window.span_s for _, window in self._seen]
+        middle, mean = sum(times) / len(times), sum(rates) / len(rates)
+        square = sum((t - middle) ** 2 for t in times)
+        slope = sum((t - middle) * rate for t, rate in zip(times, rates, strict=True)) / square
+        chance = (mean / self._seen[-1][1].span_s / square) ** 0.5
+        if mean <= 0 or slope <= SIGMAS * chance:
+            return 1.0
+        steady_at = self._seen[-1][0] - STEADY_S / 2
+        then = mean + slope * (self._seen[-1][0] + self._horizon_s - middle)
+        return min(MAX_GROWTH, max(1.0, then / max(mean + slope * (steady_at - middle), mean / 2)))
 
 
 def _window(seen: Iterable[_Seen], span_s: float) -> Window:

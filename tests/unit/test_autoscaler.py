@@ -5,19 +5,19 @@ from dataclasses import replace
 import pytest
 
 from bench.sim.scenarios import SCENARIOS, Scenario, judge
-from serving.core.autoscaler import (
+from serving.core.autoscaler import Autoscaler
+from serving.core.capacity import Fleet, StepCosts, Work, pressure
+from serving.core.demand import DemandMeter
+from serving.core.scaling import (
     ADD,
     FLIP,
     HOLD,
     REMOVE,
-    Autoscaler,
     PoolStats,
     ScaleDecision,
     ScaleRules,
     WorkerStats,
 )
-from serving.core.demand import DemandMeter
-from serving.core.fleet import Fleet, StepCosts, Work, pressure
 from workers.core.output import Load
 
 COSTS = StepCosts(2e-2, 4e-4, 8e-9, 2e-4, 4e-7, kv_tokens=100_000)
