@@ -16,6 +16,7 @@ from serving.core.router import AUTO
 from workers.core.request import SLO, Request, Sampling
 
 DEFAULT_SLO = SLO()
+MAX_SKIPPING = 128  # workers; among more of them somebody arrives at every moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Cluster:
         faults: Faults = NO_FAULTS,
         seed: int = 0,
         max_queue: int = 256,
+        skips: bool | None = None,
         on_end: Callable[[Call], None] | None = None,
         holds: bool = False,
     ) -> None:
@@ -75,6 +77,9 @@ class Cluster:
         self._num_gpus = sum(pool.num_workers * pool.spec.num_gpus for pool in pools)
         self._outcomes: list[Outcome] = []
         self._last_arrival = 0.0
+        if skips is None:
+            skips = faults == NO_FAULTS and self._num_gpus <= MAX_SKIPPING
+        self._skips = skips  # quiet steps, where nothing else can look in between
         self._pools = [
             (f"{pool.role}-{i}", pool) for pool in pools for i in range(pool.num_workers)
         ]
@@ -95,6 +100,13 @@ class Cluster:
         self._next(workload, slo, 0, progress)
         self.clock.run()
         return self._result()
+
+    def catch_up(self) -> None:
+        """Before somebody looks at the workers: those that skip quiet steps see to what has passed
+        of them."""
+        if self._skips:
+            for worker in self.workers.values():
+                worker.catch_up()
 
     # ------------------------------------------------------------------ requests
 
@@ -126,6 +138,7 @@ class Cluster:
         if self._faults.aborts and self._rng.random() < self._faults.aborts:
             patience_s = self._rng.random() * self._faults.max_patience_s
             self.clock.after(patience_s, self.gateway.leave, request.id)
+        self.catch_up()
         self.gateway.arrive(request, outcome)
         self._next(workload, slo, index + 1, progress)
 
@@ -144,7 +157,9 @@ class Cluster:
 
     def _start(self, name: str, pool: Pool, life: int) -> None:
         id = f"{name}.{life}" if life else name
-        worker = SimWorker(id, pool.role, pool.spec, self.clock, self._links, self._report)
+        worker = SimWorker(
+            id, pool.role, pool.spec, self.clock, self._links, self._report, self._skips
+        )
         self.workers[id] = worker
         self._answers[id] = Channel(self.clock, self._faults, self._rng)
         self.gateway.attach(worker)

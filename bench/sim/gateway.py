@@ -143,8 +143,9 @@ class SimGateway:
     def _take_tokens(self, worker_id: str, streams: Streams, note: StepReport) -> None:
         now = self._clock.now
         if note.decodes:
-            for joined in streams.step(note.decodes, now, self._calls):
-                self._answered(joined, worker_id)
+            for at in note.times or [now]:
+                for joined in streams.step(note.decodes, at, self._calls):
+                    self._answered(joined, worker_id)
         for seq in note.prompts:
             call = self._calls.get(seq.id)
             if call is None or call.seq is not seq:

@@ -147,6 +147,7 @@ class ElasticCluster(Cluster):
             return
         assert self._decider is not None
         now = self.clock.now
+        self.catch_up()
         self._note_gaps()
         demand = self.gateway.demand.read(now)
         self.seen.append((now, demand))

@@ -6,11 +6,12 @@ the clock where the engine computes. Nothing here decides: whatever is decided, 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from typing import Protocol
 
 from bench.sim.clock import Clock
 from bench.sim.latency import Latency, calibrated
+from bench.sim.quiet import MAX_STEPS, QuietRun, look_ahead
 from kvtransfer.core.handle import KVHandle, KVLayout
 from kvtransfer.core.ledger import LeaseLedger
 from workers.core.load import scheduler_load
@@ -71,6 +72,7 @@ class StepReport:
 
     load: Load
     decodes: tuple[Sequence, ...] = ()  # a token for each
+    times: list[float] = field(default_factory=list)  # a token at each of these, not one now
     prompts: list[Sequence] = field(default_factory=list)  # computed to the end: a token for each
     finished: dict[str, str] = field(default_factory=dict)  # request id -> why
     handles: dict[str, KVHandle] = field(default_factory=dict)  # handed off
@@ -104,6 +106,7 @@ class SimWorker:
         clock: Clock,
         links: Fetcher,
         report: Callable[["SimWorker", StepReport], None],
+        skips: bool = False,
     ) -> None:
         self.id, self.role, self.spec = id, role, spec
         self.pool = PagePool(spec.num_pages, spec.layout.page_size)
@@ -126,6 +129,8 @@ class SimWorker:
         self._prompt_tokens, self._output_tokens, self._cached_tokens = 0, 0, 0
         self._next_tokens: dict[str, Iterator[int]] = {}  # of the decodes of the last step
         self._decodes: tuple[Sequence, ...] = ()
+        self._skips = skips  # steps in which nothing happens; whoever looks says ``catch_up``
+        self._quiet: QuietRun | None = None
         self._note = StepReport(self.load())
 
     # ------------------------------------------------------------------ in
@@ -150,6 +155,7 @@ class SimWorker:
 
     def die(self) -> None:
         """What it held and computed is gone; nothing it was about to do happens."""
+        self.catch_up()
         self.is_dead = True
 
     @property
@@ -168,11 +174,11 @@ class SimWorker:
     def _turn(self) -> None:
         """Between two steps. Ends with a step under way, or idle."""
         if self._is_stepping or self.is_dead:
-            return
+            return self._interrupt()
         while True:
             self._read_inbox()
             self._sweep_leases()
-            self._renew_leases()
+            self._renew_leases(self._clock.now)
             plan = self.scheduler.plan(self._clock.now)
             for seq in plan.fetches:
                 self._fetch(seq)
@@ -186,6 +192,9 @@ class SimWorker:
         for seq, start, _ in plan.prefills:
             if start == seq.num_cached:
                 self._cached_tokens += start
+        num_quiet = self.scheduler.num_quiet(plan) if self._may_skip(plan) else 1
+        if num_quiet > 1:
+            return self._look_ahead(plan, min(num_quiet, MAX_STEPS))
         shape = plan.shape
         step_s = self.spec.latency.step_s(shape) + self.spec.host_s
         self._clock.after(step_s, self._end, plan, shape, step_s)
@@ -194,12 +203,7 @@ class SimWorker:
         if self.is_dead:
             return
         self._is_stepping = False
-        self._step_s = step_s
-        self.busy_s += step_s
-        self.num_steps += 1
-        self._prompt_tokens += shape.prefill_tokens
-        if self.num_steps <= LEARN_ALL or self.num_steps % LEARN_EVERY == 0:
-            self.scheduler.latency.observe(shape, step_s)
+        self._count(shape, step_s)
         note = self._note
         sampled = self._sample(plan, note)
         departures = self.scheduler.commit(plan, sampled)
@@ -211,6 +215,14 @@ class SimWorker:
                 note.finished[seq.id] = reason or ""
         self._report()
         self._turn()
+
+    def _count(self, shape: BatchShape, step_s: float) -> None:
+        self._step_s = step_s
+        self.busy_s += step_s
+        self.num_steps += 1
+        self._prompt_tokens += shape.prefill_tokens
+        if self.num_steps <= LEARN_ALL or self.num_steps % LEARN_EVERY == 0:
+            self.scheduler.latency.observe(shape, step_s)
 
     def _sample(self, plan: StepPlan, note: StepReport) -> dict[str, int]:
         """The next fake token of everybody who gets one. Decodes that were in the last step as well
@@ -227,6 +239,51 @@ class SimWorker:
                 sampled[seq.id] = _next_token(seq)
                 note.prompts.append(seq)
         return sampled
+
+    # ------------------------------------------------------------------ quiet steps
+
+    def catch_up(self) -> None:
+        """Whoever looks at the worker, or chooses it, finds it as it is now."""
+        run = self._quiet
+        num_steps = run.over(self._clock.now) if run is not None else 0
+        if run is None or not num_steps:
+            return
+        first, run.num_done = run.num_done, run.num_done + num_steps
+        note = self._note
+        for i in range(first, run.num_done):
+            self._count(run.shapes[i], run.seconds[i])
+            self._tell_pace(note, run.ends[i])
+            self._renew_leases(run.ends[i])
+        sampled = {id: list(islice(tokens, num_steps)) for id, tokens in self._next_tokens.items()}
+        self.scheduler.commit_quiet(run.plan, sampled, num_steps)
+        self._output_tokens += num_steps * len(sampled)
+        note.decodes, note.times = run.plan.decodes, run.ends[first : run.num_done]
+        self._report()
+
+    def _may_skip(self, plan: StepPlan) -> bool:
+        """Streams that just joined are looked at after their first step."""
+        return self._skips and plan.decodes == self._decodes and not self.leases.held()
+
+    def _look_ahead(self, plan: StepPlan, num_steps: int) -> None:
+        now, spec = self._clock.now, self.spec
+        run = self._quiet = look_ahead(plan, num_steps, now, spec.latency, spec.host_s)
+        self._clock.at(run.ends[-1], self._end_quiet, run, num_steps)
+
+    def _interrupt(self) -> None:
+        """Somebody came: the quiet is over after the step that is under way."""
+        run = self._quiet
+        if run is None or self.is_dead:
+            return
+        self.catch_up()
+        run.cut()
+        self._clock.at(run.ends[-1], self._end_quiet, run, len(run.ends))
+
+    def _end_quiet(self, run: QuietRun, num_steps: int) -> None:
+        if self._quiet is not run or len(run.ends) != num_steps or self.is_dead:
+            return  # it was cut short
+        self.catch_up()
+        self._quiet = None
+        self._end(run.plan, run.shapes[-1], run.seconds[-1])
 
     def _rest(self) -> None:
         """Idle. As the engine, look at the leases again in a while if there are any."""
@@ -285,8 +342,7 @@ class SimWorker:
         if self.scheduler.fetch_ended(seq, landed) and not landed:
             self._note.fallbacks.append(seq.id)
 
-    def _renew_leases(self) -> None:
-        now = self._clock.now
+    def _renew_leases(self, now: float) -> None:
         if now < self._renew_at:
             return
         self._renew_at = now + self.spec.lease_s / 4
@@ -303,13 +359,16 @@ class SimWorker:
     # ------------------------------------------------------------------ telling
 
     def _report(self) -> None:
-        note, now = self._note, self._clock.now
+        note = self._note
         note.load = self.load()
+        self._tell_pace(note, self._clock.now)
+        self._note = StepReport(note.load)
+        self._tell(self, note)
+
+    def _tell_pace(self, note: StepReport, now: float) -> None:
         if now >= self._pace_at:
             self._pace_at = now + PACE_S
             note.pace = self.pace()
-        self._note = StepReport(note.load)
-        self._tell(self, note)
 
     def pace(self) -> Pace:
         layout = self.spec.layout
@@ -317,6 +376,7 @@ class SimWorker:
         return pace_of(self.scheduler.latency, self.spec.limits, token_bytes)
 
     def load(self) -> Load:
+        self.catch_up()
         return scheduler_load(
             self.scheduler,
             sum(self.leases.held().values()),

@@ -214,6 +214,28 @@ class Scheduler:
                 self._turn_of_events(seq, departures)
         return departures
 
+    def num_quiet(self, plan: StepPlan) -> int:
+        """How many steps from here, ``plan`` the first of them, can only bring the same decodes one
+        token each, as long as nobody comes, goes or asks for anything; the event that ends the
+        quiet comes with the last of them."""
+        everybody = len(plan.decodes) == len(self._decodes) > 0
+        if not everybody or self._prefills or self._num_waiting or self._fetching:
+            return 1
+        return (
+            1
+            if any(seq.stop_ids for seq in plan.decodes)
+            else min(seq.quiet for seq in plan.decodes)
+        )
+
+    def commit_quiet(self, plan: StepPlan, sampled: dict[str, list[int]], num_steps: int) -> None:
+        """As so many times ``plan`` and ``commit``; there are more than that within the quiet."""
+        for seq in plan.decodes:
+            assert seq.quiet > num_steps, f"{seq.id}: {seq.quiet} quiet steps, not {num_steps}"
+            seq.output += sampled[seq.id]
+            seq.num_computed += num_steps
+            seq.quiet -= num_steps
+        self._decode_context += num_steps * len(plan.decodes)
+
     def fetch_ended(self, seq: Sequence, landed: bool) -> bool:
         """A transfer into the reserved pages is over. Landed: go on from the tokens it brought.
         Failed: compute what is not here; an early one ends, for its source still computes it.
