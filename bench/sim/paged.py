@@ -31,12 +31,15 @@ class PagedModel:
     """An executor. ``pages`` is the pool: the "KV" of a token is its id."""
 
     vocab_size = VOCAB
+    fails = False  # whether the next steps raise
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.page_size = page_size
         self.pages = [array("I", [0] * page_size) for _ in range(num_pages)]
 
     def run(self, chunks: tuple[Chunk, ...]) -> dict[str, Token]:
+        if self.fails:
+            raise RuntimeError("failed on purpose")
         for seq, start, length in chunks:
             for position, token in enumerate(seq.tokens(start, start + length), start):
                 page, offset = divmod(position, self.page_size)
