@@ -7,6 +7,7 @@ import pytest
 
 from tests.stepper import Stepper, handle, request
 from workers.core.policy import POLICIES, Limits
+from workers.core.request import Sequence
 from workers.core.scheduler import DoesNotFit
 
 
@@ -247,3 +248,18 @@ def test_an_id_in_use_is_refused():
     stepper.submit(request("a", 4))
     with pytest.raises(ValueError, match="in use"):
         stepper.submit(request("a", 4))
+
+
+def test_early_requests_of_one_moment_can_be_computed_here_after_all():
+    """They are ranked from the start: the choices of one call arrive together, and their order in
+    the queue must not depend on anything else."""
+    stepper = Stepper(Limits(64, 8), 64)
+    early = [Sequence(request(str(i), 40, 4), handle=handle(str(i), 40)) for i in range(3)]
+    for seq in early:
+        seq.is_early = True
+        assert stepper.scheduler.reserve(seq)
+    for seq in early:
+        assert stepper.scheduler.confirm(seq.id, 7, False) is seq
+        assert stepper.scheduler.fetch_ended(seq, landed=False)
+    stepper.run()
+    assert set(stepper.ended) == {"0", "1", "2"} and stepper.is_clean

@@ -87,8 +87,7 @@ class Scheduler:
         request = seq.request
         # The pool is the last bound on a context; the KV of the last token is never needed.
         seq.max_output = min(seq.max_output, self.pool.max_tokens - len(request.prompt) + 1)
-        seq.rank = (request.priority, request.arrived_at, next(self._order))
-        self._by_id[seq.id] = seq
+        self._enroll(seq)
         self._enqueue(seq)
 
     def reserve(self, seq: Sequence) -> bool:
@@ -102,9 +101,14 @@ class Scheduler:
         spare = self.pool.num_free - self.pool.pages_for(seq.num_tokens)
         if spare <= len(self._decodes) or not self.pool.fits(seq, seq.num_tokens, cached):
             return False
-        self._by_id[seq.id] = self._fetching[seq.id] = seq
+        self._enroll(seq)
+        self._fetching[seq.id] = seq
         self._settle(seq, Phase.FETCHING, cached)
         return True
+
+    def _enroll(self, seq: Sequence) -> None:
+        seq.rank = (seq.request.priority, seq.request.arrived_at, next(self._order))
+        self._by_id[seq.id] = seq
 
     def confirm(self, request_id: str, token: int, hand_off: bool) -> Sequence | None:
         """The token is known that an early sequence waited for: it goes on as soon as its pages are
