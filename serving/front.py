@@ -91,6 +91,9 @@ class FrontDoor:
             sock.close()
             raise
         self._task = asyncio.create_task(self._http.serve(sockets=[sock]), name="http server")
+        self.gateway.peers.start(
+            host=config.host, http_port=self.http_port, grpc_port=self.grpc_port
+        )
         while not self._http.started and not self._task.done():
             await asyncio.sleep(0.01)
 
@@ -105,6 +108,7 @@ class FrontDoor:
     async def stop(self, drain_s: float = 0.0) -> None:
         """Refuse new requests, let the running ones finish within ``drain_s``, close."""
         await self.gateway.drain(drain_s)
+        await self.gateway.peers.stop()
         await self._grpc.stop()
         self._http.should_exit = True
         if self._task is not None:

@@ -30,6 +30,7 @@ from serving.errors import (
 from serving.generation import Delta, Final, Generation, Trace, Usage, call_id
 from serving.metrics import Metrics
 from serving.moves import Moves
+from serving.peers import Peers
 from serving.pools import Pools, Submission, WorkerLost, WorkerView
 from serving.state import MemoryStore, StateStore
 from serving.tokenizer import Tokenizer
@@ -124,6 +125,7 @@ class Gateway:
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self.peers = Peers(self._store, self._facts)
         self.moves = Moves(pools, self._replicas, self._running)
 
     # ------------------------------------------------------------------ one call
@@ -438,6 +440,11 @@ class Gateway:
     @property
     def num_calls(self) -> int:
         return len(self._calls)
+
+    def _facts(self) -> dict[str, Any]:
+        """What other gateways may know."""
+        workers = sorted(view.id for view in self.pools.workers())
+        return {"ready": self.is_ready, "num_calls": self.num_calls, "workers": workers}
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new calls and wait for the running ones; False when some are left."""

@@ -196,8 +196,15 @@ def _add_evenflow(app: FastAPI, intake: Intake) -> None:
         recent = gateway.recent(request.scope[CALLER].tenant)[:DECISIONS]
         decisions = [{name: call[name] for name in DECISION} for call in recent]
         calls = {"model": gateway.model, "num_calls": gateway.num_calls}
+        peers = {"gateways": gateway.peers.all()}
         return JSONResponse(
-            {**calls, "ready": gateway.is_ready, "workers": workers, "decisions": decisions}
+            {
+                **calls,
+                **peers,
+                "ready": gateway.is_ready,
+                "workers": workers,
+                "decisions": decisions,
+            }
         )
 
     @app.get("/v1/evenflow/requests/{request_id:path}")

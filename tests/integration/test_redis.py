@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from serving.gateway import Gateway
+from serving.peers import PREFIX
 from serving.redis_store import RedisStore
 from serving.state import MemoryStore, StateStore
 from tests.fakes import FakePools
@@ -104,6 +105,25 @@ async def test_another_gateway_explains_a_request(server: RedisServer) -> None:
         await store.close()
 
 
+async def test_gateways_know_of_each_other_while_they_live(store: StateStore) -> None:
+    """The same for both stores: a lease is renewed, ends with its gateway, or runs out."""
+    gateways = [Gateway(FakePools(), TOKENIZER, model=MODEL, store=store) for _ in range(2)]
+    peers = [gateway.peers for gateway in gateways]
+    for i, one in enumerate(peers):
+        one._period_s = 0.05
+        one.start(host="127.0.0.1", http_port=8000 + i, grpc_port=9000 + i)
+    await until(lambda: all(len(one.all()) == 2 for one in peers), 5)
+    found = {gateway["id"]: gateway for gateway in peers[0].all()}
+    assert found[peers[1].id]["http_port"] == 8001
+    assert found[peers[1].id]["workers"] == ["mixed-0"] and found[peers[1].id]["ready"]
+    await peers[1].stop()
+    await until(lambda: [one["id"] for one in peers[0].all()] == [peers[0].id], 5)
+    await store.set(PREFIX + "dead", {"host": "x"}, ttl_s=0.2)
+    await until(lambda: len(peers[0].all()) == 2, 5)
+    await until(lambda: len(peers[0].all()) == 1, 5)
+    await peers[0].stop()
+
+
 async def _one_request(gateway: Gateway, name: str) -> float:
     from serving.api.intake import Intake
     from serving.api.settings import FrontSettings
@@ -139,6 +159,61 @@ async def test_a_frozen_redis_costs_one_deadline_and_converges_when_it_is_back(
     assert (await fresh.get("request:frozen-39") or {})["outcome"] == "length"
     await store.close()
     await fresh.close()
+
+
+async def test_a_black_hole_costs_one_deadline_and_converges_when_it_ends(
+    server: RedisServer,
+) -> None:
+    """FAULTS 91: connections are taken and nothing ever answers, nor refuses."""
+    async with BlackHole(server.port) as proxy:
+        store = RedisStore(f"redis://127.0.0.1:{proxy.port}/0", MODEL, probe_s=0.2)
+        gateway = Gateway(FakePools(), TOKENIZER, model=MODEL, store=store)
+        await _one_request(gateway, "before")
+        assert store.is_up
+        proxy.swallows = True
+        took = [await _one_request(gateway, f"dark-{i}") for i in range(40)]
+        assert not store.is_up and sorted(took)[-2] < 0.5 and max(took) < 1.5
+        assert (await gateway.explain("dark-39") or {})["outcome"] == "length"
+        proxy.swallows = False
+        await until(lambda: store.is_up, 5)
+        fresh = RedisStore(server.url, MODEL, deadline_s=2.0)
+        assert (await fresh.get("request:dark-39") or {})["outcome"] == "length"
+        await store.close()
+        await fresh.close()
+
+
+class BlackHole:
+    """A TCP proxy that passes everything on, until it swallows what comes."""
+
+    def __init__(self, target: int) -> None:
+        self._target, self.swallows = target, False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> "BlackHole":
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._target)
+        ways = [self._pass(reader, back), self._pass(there, writer)]
+        self._tasks |= {asyncio.create_task(way) for way in ways}
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(65536):
+                if not self.swallows:
+                    writer.write(data)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
 
 
 async def test_a_redis_that_is_gone_and_comes_back_empty_is_filled_again(
