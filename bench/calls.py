@@ -1,5 +1,6 @@
 """Calls straight to a gateway, in whatever time its clock tells."""
 
+import itertools
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ class Answer:
 
     @property
     def longest_gap_s(self) -> float:
-        return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
+        return max((b - a for a, b in itertools.pairwise(self.times)), default=0.0)
 
 
 async def ask(

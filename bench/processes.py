@@ -55,7 +55,7 @@ class Cluster:
         self.meddler = Meddler()
         self.watch: Callable[[Any], None] = lambda message: None  # sees each one before it passes
         self.roles = roles
-        self._folder, self._config = folder, config
+        self._folder, self.config = folder, config
         self.pools = ChannelPools(stall_timeout_s=config.stall_timeout_s, connect=self._connect)
         self._tokenizer = Tokenizer.load(folder)
         self.gateway = self.new_gateway(MemoryStore())
@@ -71,7 +71,7 @@ class Cluster:
     async def mend(self, **configs: Config) -> None:
         """Everybody is there and takes requests; some by name with a configuration of their own."""
         for name in self.roles:
-            config, process = configs.get(name, self._config), self._processes.get(name)
+            config, process = configs.get(name, self.config), self._processes.get(name)
             if process is None or not process.is_alive() or self._configs[name] != config:
                 await asyncio.to_thread(self._start, name, config)
         self.pools.update(self._addresses)
