@@ -179,8 +179,9 @@ def measure_scheduler(num_running: int, num_waiting: int) -> dict[str, object]:
         sampled = {chunk.seq.id: 5 for chunk in plan.chunks if chunk.samples}
         computed = time.perf_counter()
         scheduler.commit(plan, sampled)
-        if len(plan.chunks) == num_running == len(sampled):
-            times.append(planned - start + time.perf_counter() - computed)
+        committed = time.perf_counter()
+        if len(plan.decodes) == num_running and not plan.prefills:
+            times.append(planned - start + committed - computed)
     return {
         "running": num_running,
         "waiting": num_waiting,

@@ -49,16 +49,18 @@ class PagePool:
     def fits(self, seq: Sequence, num_tokens: int, shared: Seq[int] = ()) -> bool:
         """Whether the sequence can grow to ``num_tokens``, ``shared`` pages taken first."""
         missing = self.pages_for(num_tokens) - len(seq.pages) - len(shared)
-        return missing <= self.num_free - sum(page in self._kept for page in shared)
+        taken = sum(page in self._kept for page in shared) if shared else 0
+        return missing <= self.num_free - taken
 
     def grow(self, seq: Sequence, num_tokens: int) -> None:
         """Give the sequence the pages it lacks for its first ``num_tokens`` tokens."""
-        missing = self.pages_for(num_tokens) - len(seq.pages)
+        free, pages = self._free, seq.pages
+        missing = -(-num_tokens // self.page_size) - len(pages)
         assert missing <= self.num_free, f"{missing} pages wanted, {self.num_free} free"
         for _ in range(missing):
-            page = self._free.pop() if self._free else self._evict()
+            page = free.pop() if free else self._evict()
             self._holders[page] = 1
-            seq.pages.append(page)
+            pages.append(page)
 
     def release(self, seq: Sequence) -> None:
         """The last pages go first in line for eviction: a prefix outlives what follows it."""

@@ -348,6 +348,8 @@ class Scheduler:
 
     def _make_room(self, preempted: list[Sequence]) -> None:
         """A page for each decode at a page border, at the cost of the least important."""
+        if not self._due:
+            return
         due, self._due = sorted(self._due, key=by_rank), []
         for seq in due:
             while seq.phase is Phase.DECODE and not self.pool.fits(seq, seq.num_tokens):
@@ -532,24 +534,26 @@ class Scheduler:
         """Let others find the pages that the sequence has filled."""
         if not self._caching:
             return
-        size = self.pool.page_size
-        num_full = seq.num_computed // size
-        self._name_pages(seq, num_full)
-        for i in range(seq.num_published, num_full):
-            self.pool.publish(seq.pages[i], seq.keys[i], seq.tokens(i * size, (i + 1) * size))
-        seq.num_published = max(seq.num_published, num_full)
+        size, keys = self.pool.page_size, seq.keys
+        for i in range(seq.num_published, seq.num_computed // size):
+            tokens = seq.tokens(i * size, (i + 1) * size)
+            if i == len(keys):
+                keys.append(next_key(self._parent(seq), tokens))
+            self.pool.publish(seq.pages[i], keys[i], tokens)
+            seq.num_published = i + 1
 
     def _name_pages(self, seq: Sequence, num_pages: int) -> None:
         size, keys = self.pool.page_size, seq.keys
         if len(keys) >= num_pages:
             return
-        parent = keys[-1] if keys else self._root(seq.request.cache_salt)
+        parent = self._parent(seq)
         for i in range(len(keys), num_pages):
             parent = next_key(parent, seq.tokens(i * size, (i + 1) * size))
             keys.append(parent)
 
-    def _root(self, salt: str) -> bytes:
-        return root_key(self._model, salt)
+    def _parent(self, seq: Sequence) -> bytes:
+        """What the key of the next page is made from."""
+        return seq.keys[-1] if seq.keys else root_key(self._model, seq.request.cache_salt)
 
     # ------------------------------------------------------------------ the queue
 
