@@ -94,6 +94,7 @@ class _Call:
     deltas: "asyncio.Queue[Delta | RequestFailed]" = field(default_factory=asyncio.Queue)
     tasks: "list[asyncio.Task[None]]" = field(default_factory=list)
     outcome: str = "running"
+    error: str = ""  # the kind of it, when it did not end as it should
 
 
 class Gateway:
@@ -135,7 +136,12 @@ class Gateway:
 
         Closing the iterator, at any time, ends the call on every worker: use ``aclosing``.
         """
-        call = self._admit(generation)
+        self.metrics.started()
+        try:
+            call = self._admit(generation)
+        except RequestFailed as error:
+            self.metrics.ended(type(error).__name__)
+            raise
         try:
             call.tasks = [
                 asyncio.create_task(self._answer(call, index)) for index in range(len(call.seqs))
@@ -148,12 +154,12 @@ class Gateway:
                 num_open -= delta.finish_reason is not None
                 yield delta if num_open else replace(delta, final=self._final(call))
         except RequestFailed as error:
-            if not isinstance(error, Aborted):
-                self.metrics.failed(type(error).__name__)
+            call.error = type(error).__name__
             call.outcome = "aborted" if isinstance(error, Aborted) else f"failed: {error.message}"
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            call.outcome = "aborted" if call.outcome == "running" else call.outcome
+            if call.outcome == "running":
+                call.outcome, call.error = "aborted", Aborted.__name__
             raise
         finally:
             await self._end(call)
@@ -252,7 +258,6 @@ class Gateway:
             [w.load for w in workers], self._num_unanswered, generation.num_choices, self._max_queue
         )
         if refusal is not None:
-            self.metrics.failed("Overloaded")
             raise Overloaded(f"overloaded: {refusal.reason}", refusal.retry_after_s)
         call = _Call(generation, [_seq(generation, i) for i in range(generation.num_choices)])
         self._calls[generation.call_id] = call
@@ -375,8 +380,7 @@ class Gateway:
         self._calls.pop(call.generation.call_id, None)
         if not self._calls:
             self._idle.set()
-        if call.outcome == "aborted":
-            self.metrics.aborted()
+        self.metrics.ended(call.error)
         await asyncio.gather(*call.tasks, return_exceptions=True)
         explanation = _explanation(call)
         self._recent.appendleft((call.generation.tenant, explanation))

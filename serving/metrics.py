@@ -6,7 +6,7 @@ door. Gauges are read from the workers' last reports when somebody scrapes.
 
 from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
@@ -70,6 +70,12 @@ class Metrics:
         self._aborted = self._counter(
             "evenflow_requests_aborted", "Calls that their client or an Abort ended."
         )
+        # At every scrape: started = completed + aborted + failures + running.
+        self._started = self._counter("evenflow_calls_started", "Calls, refused ones included.")
+        self._completed = self._counter("evenflow_calls_completed", "Calls answered to the end.")
+        self._running = Gauge(
+            "evenflow_calls_running", "Calls now.", ["model_name"], registry=self._registry
+        ).labels(model)
         self._ignored = self._counter(
             "evenflow_ignored_fields", "Unknown request fields, which are ignored."
         )
@@ -105,11 +111,20 @@ class Metrics:
         """``cause``: "transfer" or "worker lost"."""
         self._fallbacks.labels(self._model, cause).inc()
 
-    def failed(self, error: str) -> None:
-        self._failed.labels(self._model, error).inc()
+    def started(self) -> None:
+        """A call arrived. ``ended`` is told of it once, whatever becomes of it."""
+        self._started.inc()
+        self._running.inc()
 
-    def aborted(self) -> None:
-        self._aborted.inc()
+    def ended(self, error: str) -> None:
+        """``error``: the kind of it; "" when the call was answered to the end."""
+        self._running.dec()
+        if not error:
+            self._completed.inc()
+        elif error == "Aborted":
+            self._aborted.inc()
+        else:
+            self._failed.labels(self._model, error).inc()
 
     def ignored(self, num_fields: int) -> None:
         self._ignored.inc(num_fields)
