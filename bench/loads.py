@@ -92,6 +92,18 @@ async def prefill(target: Target, sizes: Sizes) -> Samples:
     return samples
 
 
+async def prefix(target: Target, sizes: Sizes) -> Samples:
+    """A prompt of 2,000 tokens, and the same once more: what the prefix cache saves."""
+    samples: Samples = {"cold_ttft_s": [], "again_ttft_s": [], "again_times_faster": []}
+    for repeat in range(sizes.repeat):
+        asks = at_once(1, 2000, 4, seed=70 + repeat)
+        (cold,), (again,) = await target.play_all(asks), await target.play_all(asks)
+        samples["cold_ttft_s"].append(cold.ttft_s)
+        samples["again_ttft_s"].append(again.ttft_s)
+        samples["again_times_faster"].append(cold.ttft_s / again.ttft_s)
+    return samples
+
+
 async def throughput(target: Target, sizes: Sizes) -> Samples:
     """Sixteen at once, 128 tokens in and 128 out: output tokens per second, first send to last."""
     samples: Samples = {"throughput_tok_s": []}
@@ -169,6 +181,7 @@ def _open_loop_samples(records: list[Record], window_s: float, name: str) -> Sam
 LOADS = {
     "single": single,
     "prefill": prefill,
+    "prefix": prefix,
     "throughput": throughput,
     "interference": interference,
     "poisson": poisson,
