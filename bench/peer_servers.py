@@ -33,22 +33,30 @@ KINDS = ("evenflow", "vllm", "llama")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One column of the comparison, written ``kind:budget`` or ``kind:budget+threshold``."""
+    """One column of the comparison, written ``kind:budget`` or ``kind:budget+threshold``.
+
+    ``evenflow:online`` is Evenflow as it comes: it finds the budget itself."""
 
     kind: str
-    budget: int  # tokens of one step
+    budget: int | None  # tokens of one step
     threshold: int | None = None  # vLLM's --long-prefill-token-threshold
 
     @classmethod
     def parse(cls, text: str) -> "Setting":
+        if text == "evenflow:online":
+            return cls("evenflow", None)
         match = re.fullmatch(r"(evenflow|llama|vllm):(\d+)(?:\+(\d+))?", text)
         if match is None or (match[3] and match[1] != "vllm"):
-            raise ValueError(f"{text!r} is not evenflow:N, vllm:N, vllm:N+N or llama:N")
+            raise ValueError(
+                f"{text!r} is not evenflow:N, evenflow:online, vllm:N, vllm:N+N or llama:N"
+            )
         return cls(match[1], int(match[2]), int(match[3]) if match[3] else None)
 
     @property
     def name(self) -> str:
-        return f"{self.kind} {self.budget}" + (f"+{self.threshold}" if self.threshold else "")
+        return f"{self.kind} {self.budget or 'online'}" + (
+            f"+{self.threshold}" if self.threshold else ""
+        )
 
     @property
     def dialect(self) -> Dialect:
@@ -80,7 +88,8 @@ def started(setting: Setting, threads: int) -> Iterator[tuple[Server, Launch]]:
 def _evenflow(setting: Setting, threads: int, port: int) -> Launch:
     flags = ["--mixed", "1", "--prefill", "0", "--decode", "0", "--ray", "local"]
     flags += ["--threads", str(threads), "--dtype", "bfloat16"]
-    flags += ["--max-num-batched-tokens", str(setting.budget)]
+    if setting.budget is not None:
+        flags += ["--max-num-batched-tokens", str(setting.budget)]
     return Launch(evenflow_command(port, flags), "/ready", EVENFLOW_ENV, "this checkout")
 
 

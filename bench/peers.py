@@ -29,8 +29,8 @@ from bench.report import RESULTS, commit, machine, save, summary
 from bench.server import StartError
 from bench.workloads import Interference
 
-SETTINGS = "evenflow:64,vllm:512,vllm:256,vllm:256+64,llama:2048"
-QUICK_SETTINGS = "evenflow:64,vllm:256+64,llama:2048"
+SETTINGS = "evenflow:online,evenflow:64,vllm:512,vllm:256,vllm:256+64,llama:2048"
+QUICK_SETTINGS = "evenflow:online,evenflow:64,vllm:256+64,llama:2048"
 QUICK = Sizes(
     repeat=1, prompts=(512, 2000), interference=Interference(num_longs=1), rates=(0.9,), window_s=20
 )

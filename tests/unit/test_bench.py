@@ -275,6 +275,7 @@ def test_settings_read_as_they_are_shown() -> None:
     assert Setting.parse("vllm:256+64") == Setting("vllm", 256, 64)
     assert Setting.parse("vllm:256+64").name == "vllm 256+64"
     assert Setting.parse("llama:2048").dialect is LLAMA
+    assert Setting.parse("evenflow:online").name == "evenflow online"
 
 
 # ---------------------------------------------------------------------------- servers
