@@ -72,7 +72,7 @@ def test_decodes_come_first_and_a_long_prompt_takes_what_is_left():
     stepper.submit(request("long", 1000))
     _, sampled = stepper.run_step()
     assert set(sampled) == set("abcd")
-    assert chunks_of(stepper, "long") == [(0, 16)], "28 tokens are left: one whole tile"
+    assert chunks_of(stepper, "long") == [(0, 24)], "28 tokens are left: three whole tiles"
 
 
 def test_splitfuse_fills_every_step_to_the_last_token():

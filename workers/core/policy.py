@@ -3,7 +3,7 @@
 A policy is a function from the limits and the state of the batch to the turns that the step may
 take, best first; the first turn that yields work is the step.
 
-    chunked        every decode, then prompt chunks up to the budget, cut at page borders
+    chunked        every decode, then prompt chunks up to the budget, in multiples of eight
                    (Sarathi-Serve, OSDI'24, algorithm 3: stall-free batching)
     splitfuse      the same, every step filled to the last token
                    (DeepSpeed-FastGen, arXiv 2401.08671, section 3: Dynamic SplitFuse)
@@ -63,7 +63,7 @@ class Turn:
 
 
 UNBOUNDED = 1 << 60
-TILE = 16
+TILE = 8
 
 
 def _stall_free(limits: Limits, batch: Batch, tile: int) -> list[Turn]:
