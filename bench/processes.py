@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.sim.wires import CLOSED, Meddler
-from serving.channel import ChannelPools, over_grpc
+from serving.channel.gateway import ChannelPools, over_grpc
 from serving.config import Config, Role
 from serving.errors import NotFound, Unavailable
 from serving.gateway import Gateway

@@ -19,7 +19,7 @@ from serving.api.openai import build_app
 from serving.api.settings import FrontSettings
 from serving.auth import Keyring, load_keys
 from serving.certificates import check_pem, read_cluster_tls
-from serving.channel import ChannelPools, over_grpc
+from serving.channel.gateway import ChannelPools, over_grpc
 from serving.config import Config, TlsConfig, is_loopback, served_name
 from serving.gateway import Gateway
 from serving.http_server import HttpServer

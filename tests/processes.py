@@ -7,7 +7,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from serving.channel import ChannelPools
+from serving.channel.gateway import ChannelPools
 from serving.config import Config, Role
 from serving.deployments.worker import WorkerProcess
 from serving.gateway import Gateway

@@ -19,7 +19,8 @@ from bench.sim.wires import Meddler, PageWire, Process, Wire
 from kvtransfer.core.handle import KVHandle, KVLayout
 from kvtransfer.leases import Leases
 from kvtransfer.transport import TransferError
-from serving.channel import ChannelPools, Identity, WorkerServer
+from serving.channel.gateway import ChannelPools
+from serving.channel.worker import Identity, WorkerServer
 from serving.gateway import Gateway
 from serving.tokenizer import Tokenizer
 from workers.core.output import KVLedger

@@ -10,7 +10,7 @@ from bench.sim.paged import PagedModel
 from kvtransfer.core.handle import KVHandle
 from kvtransfer.leases import Leases
 from kvtransfer.transport import TransferError
-from serving.channel import WorkerServer
+from serving.channel.worker import WorkerServer
 from serving.messages import ledger_to_wire, requests_of
 
 DETECT_S = 0.02  # until a closed connection is noticed
@@ -95,7 +95,7 @@ def is_about(message: Any, request: str) -> bool:
 
 
 class Wire:
-    """A connection between the gateway and one worker; ``serving.channel.Connection``."""
+    """A connection between the gateway and one worker; ``serving.channel.gateway.Connection``."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from kvtransfer.control import add_pages_service
 from kvtransfer.faults import PageFaults, read_faults
 from kvtransfer.leases import Leases
 from serving.certificates import read_cluster_tls
-from serving.channel import Identity, WorkerServer
+from serving.channel.worker import Identity, WorkerServer
 from serving.config import Config, Role
 from workers.calibrate import Bounds, known_latency
 from workers.core.latency import LatencyModel

@@ -15,7 +15,8 @@ from kvtransfer.leases import Leases
 from kvtransfer.loopback import LoopbackNetwork, LoopbackTransport
 from protos import evenflow_pb2 as pb
 from serving import messages
-from serving.channel import ChannelPools, Identity, WorkerServer
+from serving.channel.gateway import ChannelPools
+from serving.channel.worker import Identity, WorkerServer
 from serving.pools import Submission, WorkerLost
 from workers.core.latency import LatencyModel
 from workers.core.output import Load, Output, PromptToken, Timing, Token
