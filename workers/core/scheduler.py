@@ -12,7 +12,6 @@ A decode costs a step only its token: everything rarer (a page border, the last 
 is counted down in ``Sequence.quiet``. No step looks at sequences that wait, but for the first.
 """
 
-import heapq
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 from math import inf
@@ -24,7 +23,8 @@ from workers.core.latency import LatencyModel
 from workers.core.pages import PagePool
 from workers.core.plan import BatchShape, Chunk, StepPlan
 from workers.core.policy import POLICIES, Batch, Limits, Turn
-from workers.core.prefix import next_key, root_key
+from workers.core.prefix import PrefixCache
+from workers.core.queueing import Queue
 from workers.core.request import Phase, Sequence
 
 by_rank = attrgetter("rank")
@@ -56,9 +56,8 @@ class Scheduler:
     ) -> None:
         self.limits, self.pool = limits, pool
         self.latency = latency or LatencyModel()
-        self.waiting_tokens = 0  # of the sequences that wait to be computed here
         self.num_preemptions = 0
-        self._model, self._caching = model, prefix_caching
+        self._prefixes = PrefixCache(pool, model, prefix_caching)
         self._by_id: dict[str, Sequence] = {}
         self._decodes: dict[Sequence, None] = {}  # in the order of their turns
         self._decode_context = 0  # sum of their contexts
@@ -66,8 +65,7 @@ class Scheduler:
         self._last_room = room_for(self.latency, BatchShape(0, 0, 0, 0), inf)
         self._prefills: list[Sequence] = []  # in no particular order
         self._due: list[Sequence] = []  # decodes whose next token needs a page, and ended ones
-        self._waiting: list[tuple[int, float, int, Sequence]] = []  # heap; may hold ended ones
-        self._num_waiting = 0
+        self._queue = Queue()
         self._fetching: dict[str, Sequence] = {}  # also aborted ones whose pages still fill
         self._order = count()
 
@@ -93,11 +91,11 @@ class Scheduler:
     def reserve(self, seq: Sequence) -> bool:
         """Take pages at once for an early sequence, to be fetched. False when room is short: those
         that wait come first, and each decode must be able to grow."""
-        if seq.id in self._by_id or seq.id in self._fetching or self._num_waiting:
+        if seq.id in self._by_id or seq.id in self._fetching or self._queue.num_seqs:
             return False
         if self._num_running + len(self._fetching) >= self.limits.max_seqs:
             return False
-        cached = self._cached(seq)
+        cached = self._prefixes.find(seq)
         spare = self.pool.num_free - self.pool.pages_for(seq.num_tokens)
         if spare <= len(self._decodes) or not self.pool.fits(seq, seq.num_tokens, cached):
             return False
@@ -163,7 +161,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return self._num_waiting
+        return self._queue.num_seqs
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Of the sequences that wait to be computed here."""
+        return self._queue.num_tokens
 
     @property
     def promised_itl_s(self) -> float:
@@ -172,7 +175,7 @@ class Scheduler:
 
     def waiting(self) -> Iterator[Sequence]:
         """Sequences that wait, in no particular order."""
-        return (entry[3] for entry in self._waiting if entry[3].phase is Phase.WAITING)
+        return iter(self._queue)
 
     def owned(self) -> dict[str, int]:
         """Pages of each sequence that holds some, aborted fetches included."""
@@ -184,7 +187,7 @@ class Scheduler:
     def plan(self, now: float = 0.0) -> StepPlan:
         """The next step. Empty when nothing can run."""
         preempted = self._yield_to_priority()
-        batch = Batch(len(self._decodes), len(self._prefills), self._num_waiting)
+        batch = Batch(len(self._decodes), len(self._prefills), self._queue.num_seqs)
         for turn in POLICIES[self.limits.policy](self.limits, batch):
             plan = self._fill(turn, preempted, now)
             if plan:
@@ -212,7 +215,7 @@ class Scheduler:
                 continue
             samples = start + length == seq.num_tokens
             seq.num_computed = start + length
-            self._publish(seq)
+            self._prefixes.publish(seq)
             if samples:
                 seq.output.append(sampled[seq.id])
                 self._turn_of_events(seq, departures)
@@ -223,7 +226,7 @@ class Scheduler:
         token each, as long as nobody comes, goes or asks for anything; the event that ends the
         quiet comes with the last of them."""
         everybody = len(plan.decodes) == len(self._decodes) > 0
-        if not everybody or self._prefills or self._num_waiting or self._fetching:
+        if not everybody or self._prefills or self._queue.num_seqs or self._fetching:
             return 1
         return (
             1
@@ -268,7 +271,7 @@ class Scheduler:
     def _land(self, seq: Sequence) -> None:
         assert seq.handle is not None, "only a sequence with a handle is fetched"
         seq.num_computed, seq.handle = seq.handle.num_tokens, None
-        self._publish(seq)
+        self._prefixes.publish(seq)
 
     # ------------------------------------------------------------------ filling a step
 
@@ -280,7 +283,7 @@ class Scheduler:
             decodes = self._take_turns(turn.max_decodes)
         prefills: list[Chunk] = []
         fetches: list[Sequence] = []
-        if self._prefills or self._num_waiting:
+        if self._prefills or self._queue.num_seqs:
             may_admit = turn.admit and len(preempted) == num_preempted
             head = self._next_head(fetches) if may_admit else None
             self._share(turn, self._room(len(decodes)), now, head, prefills, fetches)
@@ -381,7 +384,7 @@ class Scheduler:
         """The first in the queue, if there is a seat and room for it. Those whose KV is elsewhere
         take their seats on the way."""
         while self._num_running + len(self._fetching) < self.limits.max_seqs:
-            seq = self._head()
+            seq = self._queue.first()
             if seq is None or not self.pool.fits(seq, seq.num_tokens, self._found(seq)):
                 return None
             if seq.handle is None:
@@ -392,16 +395,15 @@ class Scheduler:
         return None
 
     def _found(self, seq: Sequence) -> list[int]:
-        """As ``_cached``, and noted on the sequence."""
-        cached = self._cached(seq)
+        """Pages here that hold its first tokens; their number is noted on the sequence."""
+        cached = self._prefixes.find(seq)
         seq.num_cached = len(cached) * self.pool.page_size
         return cached
 
     def _seat(self, seq: Sequence, phase: Phase) -> None:
         """Take the first in the queue into the batch, with all the pages of its tokens."""
-        cached = self._cached(seq)
-        heapq.heappop(self._waiting)
-        self._forget_waiting(seq)
+        cached = self._prefixes.find(seq)
+        self._queue.pop()
         self._settle(seq, phase, cached)
 
     def _settle(self, seq: Sequence, phase: Phase, cached: list[int]) -> None:
@@ -421,7 +423,7 @@ class Scheduler:
         """What its newest token means for a sequence, beyond being one more token."""
         reason = seq.finish_reason
         if reason is not None:
-            self._publish(seq)
+            self._prefixes.publish(seq)
             self._leave(seq, Phase.DONE)
             departures.append(Departure(seq, reason))
         elif seq.hand_off:
@@ -432,7 +434,7 @@ class Scheduler:
             self._prefills.remove(seq)
             self._join_decodes(seq)
         else:
-            self._publish(seq)
+            self._prefixes.publish(seq)
             self._count_down(seq)
 
     def _join_decodes(self, seq: Sequence) -> None:
@@ -458,7 +460,7 @@ class Scheduler:
     def _yield_to_priority(self) -> list[Sequence]:
         """Preempt less important sequences for a more important one that waits in vain."""
         preempted: list[Sequence] = []
-        head = self._head()
+        head = self._queue.first()
         while head is not None and self._num_running and not self._has_room(head):
             worst = self._least_important()
             if worst.request.priority <= head.request.priority or not self._would_fit(head):
@@ -469,7 +471,7 @@ class Scheduler:
 
     def _has_room(self, seq: Sequence) -> bool:
         seats = self.limits.max_seqs - self._num_running - len(self._fetching)
-        return seats > 0 and self.pool.fits(seq, seq.num_tokens, self._cached(seq))
+        return seats > 0 and self.pool.fits(seq, seq.num_tokens, self._prefixes.find(seq))
 
     def _would_fit(self, head: Sequence) -> bool:
         """Whether giving up every less important sequence makes room for ``head``."""
@@ -512,57 +514,19 @@ class Scheduler:
 
     def _leave(self, seq: Sequence, phase: Phase) -> None:
         if seq.phase is Phase.WAITING:
-            self._forget_waiting(seq)
+            self._queue.forget(seq)
         elif seq.phase is not Phase.FETCHING:
             self._unseat(seq)
             self.pool.release(seq)
         seq.move_to(phase)
         del self._by_id[seq.id]
 
-    # ------------------------------------------------------------------ contents of pages
-
-    def _cached(self, seq: Sequence) -> list[int]:
-        """Pages here that hold the sequence's first tokens already; never its last token, which
-        has to be computed for the next one."""
-        if not self._caching or seq.wants_prompt:
-            return []
-        num_pages = (seq.num_tokens - 1) // self.pool.page_size
-        self._name_pages(seq, num_pages)
-        return self.pool.find(islice(seq.keys, num_pages))
-
-    def _publish(self, seq: Sequence) -> None:
-        """Let others find the pages that the sequence has filled."""
-        if not self._caching:
-            return
-        size, keys = self.pool.page_size, seq.keys
-        for i in range(seq.num_published, seq.num_computed // size):
-            tokens = seq.tokens(i * size, (i + 1) * size)
-            if i == len(keys):
-                keys.append(next_key(self._parent(seq), tokens))
-            self.pool.publish(seq.pages[i], keys[i], tokens)
-            seq.num_published = i + 1
-
-    def _name_pages(self, seq: Sequence, num_pages: int) -> None:
-        size, keys = self.pool.page_size, seq.keys
-        if len(keys) >= num_pages:
-            return
-        parent = self._parent(seq)
-        for i in range(len(keys), num_pages):
-            parent = next_key(parent, seq.tokens(i * size, (i + 1) * size))
-            keys.append(parent)
-
-    def _parent(self, seq: Sequence) -> bytes:
-        """What the key of the next page is made from."""
-        return seq.keys[-1] if seq.keys else root_key(self._model, seq.request.cache_salt)
-
     # ------------------------------------------------------------------ the queue
 
     def _enqueue(self, seq: Sequence) -> None:
         seq.deadline = self._deadline(seq)
         order = seq.deadline if self.limits.by_deadline else seq.request.arrived_at
-        heapq.heappush(self._waiting, (seq.request.priority, order, seq.rank[-1], seq))
-        self._num_waiting += 1
-        self.waiting_tokens += seq.num_tokens if seq.handle is None else 0
+        self._queue.push(seq, order)
 
     def _deadline(self, seq: Sequence) -> float:
         """When its next token is due; at once for a stream that was interrupted."""
@@ -571,15 +535,3 @@ class Scheduler:
             return request.arrived_at
         work_s = self.latency.prompt_s(0, seq.num_tokens) / self._last_room.prompt_rate
         return deadline(request.arrived_at, request.slo.ttft_s, work_s)
-
-    def _head(self) -> Sequence | None:
-        while self._waiting:
-            seq = self._waiting[0][3]
-            if seq.phase is Phase.WAITING:
-                return seq
-            heapq.heappop(self._waiting)  # aborted while it waited
-        return None
-
-    def _forget_waiting(self, seq: Sequence) -> None:
-        self._num_waiting -= 1
-        self.waiting_tokens -= seq.num_tokens if seq.handle is None else 0
