@@ -261,6 +261,56 @@ async def test_roles_and_drains() -> None:
         assert error.value.code() == grpc.StatusCode.NOT_FOUND
 
 
+async def test_the_status_can_be_watched() -> None:
+    async with served() as s:
+        watch = s.cluster.WatchStatus(pb.WatchStatusRequest(period_s=0.1))
+        first = await watch.read()
+        assert [w.role for w in first.workers] == ["prefill", "decode"] and first.ready
+        assert first.model == MODEL and not first.decisions
+        await s.generate(request_id="mine")
+        async with asyncio.timeout(5):
+            while not (status := await watch.read()).decisions:
+                pass
+        assert (status.decisions[0].request_id, status.decisions[0].outcome) == ("mine", "length")
+        watch.cancel()
+        await s.quiet()
+
+
+async def test_a_request_can_be_moved() -> None:
+    async with served(hashed(), delay_s=0.01) as s:
+        options = {"max_tokens": 60, "ignore_eos": True, "request_id": "mine", "mode": "mixed"}
+        task = asyncio.create_task(s.generate(**options))
+        await asyncio.sleep(0.1)
+        here = s.pools.submissions[0][0]
+        there = {"prefill-0": "decode-0", "decode-0": "prefill-0"}[here]
+        await s.cluster.Move(pb.MoveRequest(request_id="mine", worker=there))
+        responses = await task
+        assert len([token for r in responses for token in r.token_ids]) == 60
+        assert s.pools.submissions[-1][0] == there
+        unknown = s.cluster.Move(pb.MoveRequest(request_id="never", worker=there))
+        assert await s.code(unknown) is grpc.StatusCode.NOT_FOUND
+
+
+async def test_calls_prompts_and_ends_have_their_fields() -> None:
+    call = '<tool_call>{"name": "now", "arguments": {"zone": 1}}</tool_call>'
+    async with served(says(f"So: {call}")) as s:
+        tool = pb.Tool(name="now", description="The time.", parameters='{"type": "object"}')
+        messages = [pb.Message(role="user", content="When?")]
+        request = pb.ChatRequest(messages=messages, tools=[tool], options=pb.Options(n=2))
+        answers = [r async for r in s.inference.Chat(request)]
+        for index in (0, 1):
+            own = [r for r in answers if r.index == index]
+            calls = [delta for r in own for delta in r.tool_calls]
+            assert "".join(r.text for r in own) == "So:" and own[-1].finish_reason == "tool_calls"
+            assert calls[0].name == "now" and calls[0].id
+            assert "".join(delta.arguments for delta in calls) == '{"zone": 1}'
+        first, *_, last = await s.generate(prompt_logprobs=1, stop=["<tool"])
+        assert len(first.prompt_logprobs) == len(TOKENIZER.encode("Hello")) - 1
+        assert last.stop == "<tool"
+        counted = await s.inference.Tokenize(pb.TokenizeRequest(messages=messages, tools=[tool]))
+        assert len(counted.token_ids) == answers[-1].final.usage.prompt_tokens
+
+
 async def test_no_message_is_answered_with_our_fault() -> None:
     """Random bytes, and random bytes that are messages. EVENFLOW_FUZZ=3000 for the whole lot."""
     rng, allowed = random.Random(5), {"INVALID_ARGUMENT", "NOT_FOUND"}
@@ -278,7 +328,25 @@ async def test_no_message_is_answered_with_our_fault() -> None:
                 bad_words=rng.choice([[], ["", "x"]]),
                 json_schema=rng.choice(["{}", "[", "7"]),
             )
-            message = pb.GenerateRequest(text=rng.choice(["", "Hi", "x" * 9999]), options=options)
+            message: Any = pb.GenerateRequest(
+                text=rng.choice(["", "Hi", "x" * 9999]), options=options
+            )
+            if rng.random() < 0.5:
+                call = pb.ToolCall(id="x", name="f", arguments=rng.choice(["", "{}", "[1]", "{"]))
+                message = pb.ChatRequest(
+                    messages=[
+                        pb.Message(
+                            role=rng.choice(["", "user", "assistant", "tool"]),
+                            content=rng.choice(["", "Hi"]),
+                            tool_calls=rng.choice([[], [call], [call] * 200]),
+                        )
+                    ],
+                    tools=rng.choice(
+                        [[], [pb.Tool(name="f", parameters=rng.choice(["", "{", "7"]))]]
+                    ),
+                    tool_choice=rng.choice(["", "auto", "required", "=f", "=g", "odd"]),
+                    options=options,
+                )
             raw = bytearray(message.SerializeToString())
             for _ in range(rng.randint(0, 3)):
                 raw[rng.randrange(len(raw))] = rng.randrange(256)
