@@ -27,7 +27,11 @@ from serving.service import (
 )
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-NESTED = (("slo", "ttft"), ("slo", "itl"), ("tls", "cert"), ("tls", "key"), ("tls", "client_ca"))
+NESTED = {
+    "scaling": ("mixed", "prefill", "decode", "max_workers"),
+    "slo": ("ttft", "itl"),
+    "tls": ("cert", "key", "client_ca"),
+}
 DEMO_PORTS = {"http_port": 0, "grpc_port": 0}
 
 app = typer.Typer(
@@ -74,6 +78,10 @@ def serve(
     mixed: Annotated[int | None, Flag(help="Workers that prefill and decode. [1]")] = None,
     prefill: Annotated[int | None, Flag(help="Workers that prefer to prefill. [1]")] = None,
     decode: Annotated[int | None, Flag(help="Workers that prefer to decode. [0]")] = None,
+    scaling_mixed: Annotated[str | None, Flag(help="Range that follows demand: 1-4.")] = None,
+    scaling_prefill: Annotated[str | None, Flag(help="As --scaling-mixed.")] = None,
+    scaling_decode: Annotated[str | None, Flag(help="As --scaling-mixed.")] = None,
+    scaling_max_workers: Annotated[int | None, Flag(help="Over all pools.")] = None,
     threads: Annotated[int | None, Flag(help="Of one worker on a CPU. [cores / workers]")] = None,
     policy: Annotated[
         str | None, Flag(help="chunked, splitfuse, prefill-first or static. [chunked]")
@@ -110,8 +118,9 @@ def serve(
 ) -> None:
     """Start or join Ray, deploy, and serve until Ctrl-C."""
     flags = {key: value for key, value in locals().items() if key != "config"}
-    for section, name in NESTED:
-        flags[f"{section}.{name}"] = flags.pop(f"{section}_{name}")
+    for section, names in NESTED.items():
+        for name in names:
+            flags[f"{section}.{name}"] = flags.pop(f"{section}_{name}")
     with plain_errors():
         _serve(load_config(config, flags))
 

@@ -95,6 +95,59 @@ class ClusterTlsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ScalingConfig:
+    """How roles and numbers of workers follow the demand. A pool keeps its number unless it has a
+    range such as ``1-4``; without any range nothing changes by itself."""
+
+    mixed: str = ""
+    prefill: str = ""
+    decode: str = ""
+    max_workers: int | None = None  # over all pools; None: what the ranges allow
+    flips: bool = True  # workers may change between prefill and decode
+    period: str | float = "10s"  # between two decisions
+    window: str | float = "60s"  # that demand is meaned over
+    look_back: str | float = "3m"  # a worker goes that was not needed for so long
+    cool_down: str | float = "2m"  # before what was added or flipped may go
+
+    def __post_init__(self) -> None:
+        for role in ROLES:
+            self.range(role, 1)
+        for key in ("period", "window", "look_back", "cool_down"):
+            if seconds(getattr(self, key), f"scaling.{key}") <= 0:
+                raise ConfigError(f"scaling.{key}: must be above zero")
+
+    @property
+    def is_on(self) -> bool:
+        return any(getattr(self, role) for role in ROLES)
+
+    def range(self, role: Role, count: int) -> tuple[int, int]:
+        """The least and the most workers of a pool that starts with ``count``."""
+        text = getattr(self, role)
+        if not text:
+            return count, count
+        match = re.fullmatch(r"\s*(\d{1,4})\s*-\s*(\d{1,4})\s*", str(text))
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise ConfigError(f"scaling.{role}: {text!r} is not a range such as 1-4")
+        return int(match[1]), int(match[2])
+
+    @property
+    def period_s(self) -> float:
+        return seconds(self.period, "scaling.period")
+
+    @property
+    def window_s(self) -> float:
+        return seconds(self.window, "scaling.window")
+
+    @property
+    def look_back_s(self) -> float:
+        return seconds(self.look_back, "scaling.look_back")
+
+    @property
+    def cool_down_s(self) -> float:
+        return seconds(self.cool_down, "scaling.cool_down")
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Every setting of a deployment. ``None`` means: found out where it is used."""
 
@@ -126,6 +179,7 @@ class Config:
     api_keys: str = ""  # a file of key hashes, see serving/auth.py; empty: everybody may
     insecure: bool = False  # listen beyond this machine without TLS and keys all the same
     slo: SloConfig = field(default_factory=SloConfig)
+    scaling: ScalingConfig = field(default_factory=ScalingConfig)
     # what may go wrong
     lease_s: float = 30.0  # pages handed off are kept this long for a receiver that is silent
     transfer_timeout_s: float = 5.0
@@ -144,6 +198,7 @@ class Config:
 
     def __post_init__(self) -> None:
         self._check_reach()
+        self._check_scaling()
         for key, (low, high) in _LIMITS.items():
             value = getattr(self, key)
             if value is not None and not low <= value <= high:
@@ -158,6 +213,21 @@ class Config:
             raise ConfigError(f"ray: {self.ray!r} is neither auto, local nor host:port")
         if self.slo.ttft_s <= 0 or self.slo.itl_s <= 0:
             raise ConfigError(f"slo: {self.slo.ttft!r} and {self.slo.itl!r} must be above zero")
+
+    def _check_scaling(self) -> None:
+        """A pool starts within its range, and all of them within the limit."""
+        for role in ROLES:
+            least, most = self.scaling.range(role, self.count(role))
+            if not least <= self.count(role) <= most:
+                raise ConfigError(
+                    f"scaling.{role}: the pool starts with {self.count(role)} workers, and that is "
+                    f"not within {least}-{most}"
+                )
+        if self.scaling.is_on and self.most_workers < self.num_workers:
+            raise ConfigError(
+                f"scaling.max_workers: {self.most_workers} is less than the {self.num_workers} "
+                "workers to start with"
+            )
 
     def _check_reach(self) -> None:
         """Whoever opens the door to a network says so, or guards it."""
@@ -176,6 +246,13 @@ class Config:
     @property
     def num_workers(self) -> int:
         return self.mixed + self.prefill + self.decode
+
+    @property
+    def most_workers(self) -> int:
+        """How many there may be when the demand is high."""
+        most = sum(self.scaling.range(role, self.count(role))[1] for role in ROLES)
+        limit = self.scaling.max_workers
+        return most if limit is None else min(most, limit)
 
     def count(self, role: Role) -> int:
         """How many workers start in ``role``."""

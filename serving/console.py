@@ -3,6 +3,7 @@
 It draws facts that others found out, and finds out nothing itself.
 """
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from serving.config import ROLES, Config
 
+SHOWN_CHANGES = 5  # of the autoscaler
 PLAIN_WIDTH = 160  # of tables in a file or a pipe
 
 
@@ -102,6 +104,18 @@ def status_table(status: Mapping[str, Any]) -> None:
             f"{load['step_s'] * 1000:.0f}",
         )
     out.print(table)
+    if status.get("scaling"):
+        _scaling(status["scaling"])
+
+
+def _scaling(scaling: Mapping[str, Any]) -> None:
+    """What the autoscaler thinks now, and its last changes."""
+    targets = ", ".join(f"{pool} {num}" for pool, num in scaling["targets"].items())
+    now = scaling["now"]
+    out.print(f"scaling: {targets}; {_plain(now['reason']) if now else 'no decision yet'}")
+    for change in scaling["changes"][:SHOWN_CHANGES]:
+        at = time.strftime("%H:%M:%S", time.localtime(change["at"]))
+        out.print(f"  {at}  {_plain(change['what'])}: {_plain(change['reason'])}")
 
 
 def new_key(name: str, key: str, sha256: str) -> None:

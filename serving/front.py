@@ -20,9 +20,11 @@ from serving.api.settings import FrontSettings
 from serving.auth import Keyring, load_keys
 from serving.certificates import check_pem, read_cluster_tls
 from serving.channel.gateway import ChannelPools, over_grpc
-from serving.config import Config, TlsConfig, is_loopback, served_name
+from serving.config import ROLES, Config, ScalingConfig, TlsConfig, is_loopback, served_name
+from serving.core.scaling import ScaleRules
 from serving.gateway import Gateway
 from serving.http_server import HttpServer
+from serving.scaler import PoolRange, Replicas, Scaler
 from serving.state import MemoryStore, StateStore
 from serving.tokenizer import Tokenizer
 from workers.core.request import SLO
@@ -59,6 +61,7 @@ class FrontDoor:
             max_queue=config.max_queue,
             early_fetch=config.early_fetch,
             store=self._store,
+            demand_window_s=config.scaling.window_s,
         )
         settings = FrontSettings(
             model=name,
@@ -71,6 +74,7 @@ class FrontDoor:
         self._http = HttpServer(build_app(self.gateway, settings), config.tls)
         self._grpc = GrpcServer(self.gateway, settings, _grpc_tls(config.tls))
         self._task: asyncio.Task[None] | None = None
+        self._scaling: asyncio.Task[None] | None = None
         self.http_port = self.grpc_port = 0
 
     async def start(self, patience_s: float = 0.0) -> None:
@@ -101,12 +105,28 @@ class FrontDoor:
         """These are the workers now: id to address. On the event loop."""
         self.pools.update(addresses)
 
+    def scale_with(self, replicas: Replicas) -> None:
+        """Change roles and numbers of workers by demand from now on, as the configuration says."""
+        scaling = self._config.scaling
+        ranges: dict[str, PoolRange] = {
+            role: PoolRange(role, *scaling.range(role, self._config.count(role)))
+            for role in ROLES
+            if self._config.count(role)
+        }
+        rules = scale_rules(scaling, self._config.most_workers)
+        scaler = Scaler(self.gateway, replicas, ranges, rules, self._store)
+        self.gateway.scaler = scaler
+        self._scaling = asyncio.create_task(scaler.run(), name="scaler")
+
     @property
     def is_serving(self) -> bool:
         return self._task is not None and not self._task.done()
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Refuse new requests, let the running ones finish within ``drain_s``, close."""
+        if self._scaling is not None:
+            self._scaling.cancel()
+            await asyncio.gather(self._scaling, return_exceptions=True)
         await self.gateway.drain(drain_s)
         await self.gateway.peers.stop()
         await self._grpc.stop()
@@ -115,6 +135,21 @@ class FrontDoor:
             await asyncio.gather(self._task, return_exceptions=True)
         await self.pools.close()
         await self._store.close()
+
+
+def scale_rules(scaling: ScalingConfig, max_workers: int) -> ScaleRules:
+    """What the configuration leaves open follows from its period and its cool-down."""
+    period_s, cool_s = scaling.period_s, scaling.cool_down_s
+    return ScaleRules(
+        max_gpus=float(max_workers),
+        period_s=period_s,
+        down_cool_s=cool_s,
+        settle_s=6 * period_s,
+        up_cool_s=2 * period_s,
+        flip_cool_s=3 * period_s,
+        stable_s=scaling.look_back_s,
+        flips=scaling.flips,
+    )
 
 
 def _store(config: Config, name: str) -> StateStore:

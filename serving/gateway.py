@@ -10,11 +10,12 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from kvtransfer.core.handle import KVHandle
 from serving.choice import Choice
 from serving.core.admission import admit
+from serving.core.demand import STEADY_S, DemandMeter
 from serving.core.inflight import InFlight
 from serving.core.router import NoRoute, ReplicaView, RouteDecision, route
 from serving.errors import (
@@ -97,6 +98,13 @@ class _Call:
     error: str = ""  # the kind of it, when it did not end as it should
 
 
+class Scaling(Protocol):
+    """``serving.scaler.Scaler``, as the front doors see it."""
+
+    async def scale(self, pool: str, num: int) -> None: ...
+    def status(self) -> dict[str, Any]: ...
+
+
 class Gateway:
     """Lives on one event loop. Owns every task that it starts, for as long as the call lives."""
 
@@ -109,6 +117,7 @@ class Gateway:
         max_queue: int = 256,
         early_fetch: bool = True,
         store: StateStore | None = None,
+        demand_window_s: float = STEADY_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pools = pools
@@ -116,6 +125,8 @@ class Gateway:
         self.model = model
         self.clock = clock
         self.metrics = Metrics(model, pools.workers)
+        self.demand = DemandMeter(clock(), demand_window_s)
+        self.scaler: Scaling | None = None  # once somebody scales
         self._max_queue = max_queue
         self._early_fetch = early_fetch
         self._store: StateStore = store or MemoryStore()
@@ -264,6 +275,8 @@ class Gateway:
         self._num_unanswered += len(call.seqs)
         self._idle.clear()
         self.metrics.arrived(sum(len(prompt) for prompt in generation.prompts))
+        for seq in call.seqs:
+            self._note_arrived(seq)
         return call
 
     def _route(self, seq: _Seq) -> RouteDecision:
@@ -321,10 +334,17 @@ class Gateway:
         self._note_token(seq)
         return delta
 
+    def _note_arrived(self, seq: _Seq) -> None:
+        request, slo = seq.request, seq.request.slo
+        asked = len(request.prompt), request.sampling.max_tokens
+        self.demand.arrived(seq.key, *asked, slo.ttft_s, slo.itl_s, seq.generation.arrived_at)
+
     def _note_token(self, seq: _Seq) -> None:
         now = self.clock()
         if seq.first_at:
-            self.metrics.next_token(now - seq.last_at)
+            gap_s = now - seq.last_at
+            self.metrics.next_token(gap_s)
+            self.demand.gaps(1, gap_s > seq.request.slo.itl_s)
         else:
             seq.first_at = now
             self.metrics.first_token(now - seq.generation.arrived_at)
@@ -335,6 +355,10 @@ class Gateway:
         if not seq.is_answered:
             seq.is_answered = True
             self._num_unanswered -= 1
+            if seq.first_at:
+                self.demand.answered(seq.key, seq.first_at)
+            else:
+                self.demand.left(seq.key)
 
     def _lose(self, seq: _Seq, worker: str, error: WorkerLost) -> None:
         """Forget where the sequence was; what the client has is kept and goes into the replay."""
@@ -354,6 +378,7 @@ class Gateway:
         trace = seq.trace
         trace.outcome, trace.decode_worker = reason, trace.workers[-1]
         trace.decode_s = max(0.0, seq.last_at - seq.first_at - trace.transfer_s)
+        self.demand.finished(len(seq.output))
         self.metrics.finished(reason, self.clock() - seq.generation.arrived_at, trace)
 
     def _let_go(self, seq: _Seq) -> None:

@@ -66,6 +66,9 @@ class Metrics:
         self._fallbacks = self._labelled(
             "evenflow_fallbacks", "Sequences computed again, by cause.", "cause"
         )
+        self._scaled = self._labelled(
+            "evenflow_scale_decisions", "Periods of the autoscaler by what it decided.", "kind"
+        )
         self._failed = self._labelled("evenflow_request_failures", "Calls by error.", "error")
         self._aborted = self._counter(
             "evenflow_requests_aborted", "Calls that their client or an Abort ended."
@@ -125,6 +128,10 @@ class Metrics:
             self._aborted.inc()
         else:
             self._failed.labels(self._model, error).inc()
+
+    def scale_decided(self, kind: str) -> None:
+        """``kind``: "hold", "absorb", "flip", "add" or "remove"."""
+        self._scaled.labels(self._model, kind).inc()
 
     def ignored(self, num_fields: int) -> None:
         self._ignored.inc(num_fields)

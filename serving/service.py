@@ -125,7 +125,7 @@ class Service:
         while time.monotonic() < deadline:
             launch.raise_if_failed()
             present = self._num_ready(launch)
-            if present == wanted:
+            if present >= wanted:
                 return
             if present:
                 self._say(f"loading the model: {present} of {wanted} workers are ready")

@@ -204,6 +204,7 @@ def _add_evenflow(app: FastAPI, intake: Intake) -> None:
                 "ready": gateway.is_ready,
                 "workers": workers,
                 "decisions": decisions,
+                "scaling": None if gateway.scaler is None else gateway.scaler.status(),
             }
         )
 

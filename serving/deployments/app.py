@@ -18,6 +18,7 @@ from ray.serve.handle import DeploymentHandle
 
 from serving.config import ROLES, Config, ConfigError, Role
 from serving.deployments import membership
+from serving.deployments.scaling import ServeReplicas
 from serving.front import FrontDoor
 from workers.weights import resolve
 
@@ -81,6 +82,9 @@ class GatewayReplica:
         membership.listen(on_change)
         for handle in pools.values():
             handle.options(stream=False)  # makes the handle's router, which then listens
+        if config.scaling.is_on:
+            deployed: dict[str, int] = {role: config.count(role) for role in pools}
+            self._front.scale_with(ServeReplicas(APP, deployed))
 
     def check_health(self) -> None:
         if not self._front.is_serving:

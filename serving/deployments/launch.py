@@ -85,7 +85,12 @@ class Launch:
         self._is_deployed = True
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(proxy_location="Disabled")
-        target = serve.RunTarget(target=app, name=APP, route_prefix=None)
+        target = serve.RunTarget(
+            target=app,
+            name=APP,
+            route_prefix=None,
+            external_scaler_enabled=config.scaling.is_on,
+        )
         serve.run_many([target], wait_for_applications_running=False)
 
     def raise_if_failed(self) -> None:
@@ -170,10 +175,11 @@ class Launch:
         num_gpus = int(resources.get("GPU", 0)) if config.device != "cpu" else 0
         if config.device == "cuda" and num_gpus == 0:
             raise LaunchError("device: cuda is asked for and Ray has no GPU; use --device cpu")
-        if 0 < num_gpus < config.num_workers:
+        if 0 < num_gpus < config.most_workers:
             raise LaunchError(
-                f"{config.num_workers} workers need {config.num_workers} GPUs and Ray has "
-                f"{num_gpus}: lower --mixed, --prefill and --decode, or use --device cpu"
+                f"{config.most_workers} workers need {config.most_workers} GPUs and Ray has "
+                f"{num_gpus}: lower --mixed, --prefill and --decode (or scaling.max_workers), or "
+                "use --device cpu"
             )
         return 1.0 if num_gpus else 0.0
 
