@@ -158,7 +158,7 @@ def _costs(views: list[WorkerView]) -> StepCosts | None:
     """Of the slowest worker that has measured its steps: none is promised what it cannot do."""
     known = [view for view in views if view.pace is not None and view.pace.is_measured]
     costs = [
-        StepCosts.of(view.pace.coefficients, view.num_pages * view.page_size)
+        StepCosts.of(view.pace, view.num_pages * view.page_size)
         for view in known
         if view.pace is not None
     ]

@@ -186,7 +186,7 @@ class ElasticCluster(Cluster):
         if best is None or not best.pace().is_measured:
             return None
         spec = best.spec
-        return StepCosts.of(best.pace().coefficients, spec.num_pages * spec.layout.page_size)
+        return StepCosts.of(best.pace(), spec.num_pages * spec.layout.page_size)
 
     def _carry_out(self, decision: ScaleDecision) -> None:
         if decision.kind == FLIP:

@@ -8,11 +8,11 @@ Everything is put as pressure: a need over what is there, so that 1 is the most 
 promises. It knows seconds of computing and promises, and neither clocks nor who the workers are.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from serving.core.demand import Window
 from workers.core.budget import CEILING_S, PATIENCE
+from workers.core.pace import Pace
 
 MAX_LOAD = 0.85  # of a worker's time: what arrives is not even
 ITL_MARGIN = 1.25  # the promised gap over the mean step
@@ -32,12 +32,14 @@ class StepCosts:
     decode_s: float
     context_s: float  # per token of a decode's context
     kv_tokens: int
+    max_tokens: int = 2048  # of a step
 
     @classmethod
-    def of(cls, coefficients: Sequence[float], kv_tokens: int) -> "StepCosts":
-        """From ``LatencyModel.coefficients``; beyond the knee each token costs a little more."""
-        c0, c1, c2, c3, c4, beyond = coefficients
-        return cls(max(c0, 1e-6), c1 + beyond, c2, c3, c4, kv_tokens)
+    def of(cls, pace: Pace, kv_tokens: int) -> "StepCosts":
+        """From what a worker says of itself; beyond the knee each token costs a little more."""
+        c0, c1, c2, c3, c4, beyond = pace.coefficients
+        token_s = max(c1 + beyond, 1e-8)
+        return cls(max(c0, 1e-6), token_s, c2, c3, c4, kv_tokens, pace.max_tokens)
 
     def prompt_s(self, num_tokens: float) -> float:
         return self.prompt_token_s * num_tokens + self.attention_s * num_tokens**2 / 2
@@ -173,8 +175,9 @@ def pressure(fleet: Fleet, work: Work, costs: StepCosts) -> Pressure:
     decode_load = max(work.decode / (d + m), shared)
     step_limit = max(work.itl_slo_s, 1e-4) / ITL_MARGIN
     room = max(MIN_ROOM, 1.0 - costs.fixed_s / step_limit)
-    alone = max(MIN_ROOM, 1.0 - costs.fixed_s / CEILING_S)
-    ttft_s, queue = _queue(prefill_load, p + m, room if m else alone, work)
+    longest_s = min(CEILING_S, costs.fixed_s + costs.prompt_token_s * costs.max_tokens)
+    alone = max(1e-3, 1.0 - costs.fixed_s / longest_s)
+    ttft_s, queue = _queue(prefill_load, p + m, min(room, alone) if m else alone, work)
     itl_s = costs.fixed_s / max(1.0 - decode_load, 1e-3)
     streams = work.tokens * min(itl_s, step_limit) / (d + m)
     pages = max(streams * work.context, work.held / (d + m)) / max(1, costs.kv_tokens)
