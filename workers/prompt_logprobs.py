@@ -17,6 +17,11 @@ from workers.upload import upload
 ROWS_AT_ONCE = 64  # logits are a vocabulary wide
 
 
+def asks_about_prompts(chunks: tuple[Chunk, ...]) -> bool:
+    """Whether the hidden states of all rows are needed, and not only of those that sample."""
+    return any(chunk.seq.wants_prompt for chunk in chunks)
+
+
 class PromptLogprobs:
     """Of the requests on one worker. All calls come from the engine's thread."""
 

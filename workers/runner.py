@@ -23,7 +23,7 @@ from workers.models.llama import Llama
 from workers.native.attention import NativeAttention
 from workers.native.library import Kernels, kernels
 from workers.native.model import NativeLlama, is_supported
-from workers.prompt_logprobs import PromptLogprobs
+from workers.prompt_logprobs import PromptLogprobs, asks_about_prompts
 from workers.sampler import Sampler
 from workers.weights import Checkpoint
 
@@ -64,13 +64,15 @@ class ModelRunner:
         batch = build(chunks, page_size, self.model.device)
         self.cache.clear(batch.fresh_pages)
         plan = self.attention.plan(batch.attention, self.model.dtype)
-        hidden = self.model.forward(batch.tokens, batch.positions, self.cache, plan)
-        self._prompts.note(chunks, hidden, self.model.logits)
+        rows = None if asks_about_prompts(chunks) else batch.sampled_rows
+        hidden = self.model.forward(batch.tokens, batch.positions, self.cache, plan, rows)
+        if rows is None:
+            self._prompts.note(chunks, hidden, self.model.logits)
+            hidden = hidden[batch.sampled_rows]
         seqs = [chunk.seq for chunk in chunks if chunk.samples]
         if not seqs:
             return {}
-        all_sample = len(seqs) == len(hidden)
-        logits = self.model.logits(hidden if all_sample else hidden[batch.sampled_rows])
+        logits = self.model.logits(hidden)
         tokens = self._prompts.attach(seqs, self._sampler.sample(logits, seqs))
         return {seq.id: token for seq, token in zip(seqs, tokens, strict=True)}
 

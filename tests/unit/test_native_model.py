@@ -9,6 +9,8 @@ import torch
 from bench.tiny import tiny_model
 from tests.greedy import generate, last_logits, sequence
 from tests.native import KERNELS, same
+from workers.batch import build
+from workers.core.plan import Chunk
 from workers.models.config import ModelError
 from workers.models.llama import Llama
 from workers.native.library import Kernels
@@ -67,6 +69,30 @@ def test_logits_do_not_depend_on_chunks_or_threads(
             same(last_logits(runner, PROMPT, lengths), whole)
     finally:
         torch.set_num_threads(threads)
+
+
+@KERNELS
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [[], [0], [4, 5, 299], [5, 17, 18, 305, 306], range(307)])
+def test_rows_that_are_asked_for_are_those_of_the_whole(
+    dtype: str, rows: list[int], kernels: Kernels, t0_folder: Path
+) -> None:
+    """The last layer leaves the others out, and their keys and values are there all the same."""
+    lengths, caches, results = (5, 1, 300, 1), [], []
+    for wanted in (None, torch.tensor(list(rows), dtype=torch.int64)):
+        runner = open_runner(t0_folder, dtype, kernels.isa)
+        chunks = [
+            Chunk(sequence(str(i), PROMPT[:length], range(20 * i, 20 * i + 20)), 0, length)
+            for i, length in enumerate(lengths)
+        ]
+        batch = build(tuple(chunks), runner.cache.layout.page_size, runner.model.device)
+        plan = runner.attention.plan(batch.attention, runner.model.dtype)
+        with torch.inference_mode():
+            forward = runner.model.forward
+            results.append(forward(batch.tokens, batch.positions, runner.cache, plan, wanted))
+        caches.append(runner.cache.pool)
+    same(results[1], results[0][list(rows)])
+    same(caches[1], caches[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

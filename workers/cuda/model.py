@@ -21,8 +21,10 @@ class CudaLlama(Llama):
         positions: torch.Tensor,
         cache: KVCache,
         attention: AttentionPlan,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] of a step; keys and values go to the cache."""
+        """Hidden states [num_rows, hidden_size] of the rows asked for, in ascending order, or of
+        all; keys and values of all go to the cache."""
         assert isinstance(attention, CudaPlan), f"{attention=} is another backend's"
         angles = self._angles(positions)
         residual = F.embedding(tokens, self._embedding)
@@ -40,7 +42,8 @@ class CudaLlama(Llama):
             x = layer.output(attention.forward(q, cache, i).flatten(1))
             x = _add_norm(x, residual, layer.mlp_norm)
             x = layer.down(kernels.silu_mul(layer.gate_up(x)))
-        return residual + x
+        hidden = residual + x
+        return hidden if rows is None else hidden[rows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocab_size] of the rows that sample."""

@@ -46,8 +46,10 @@ class Llama:
         positions: torch.Tensor,
         cache: KVCache,
         attention: AttentionPlan,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] of a step; keys and values go to the cache."""
+        """Hidden states [num_rows, hidden_size] of the rows asked for, in ascending order, or of
+        all; keys and values of all go to the cache."""
         rotation = self._rope.at(positions, self.dtype)
         x = F.embedding(tokens, self._embedding)
         for i, layer in enumerate(self._layers):
@@ -56,7 +58,7 @@ class Llama:
             x = x + layer.output(attention.forward(q, cache, i).flatten(1))
             gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
             x = x + layer.down(F.silu(gate) * up)
-        return x
+        return x if rows is None else x[rows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocab_size] of the rows that sample."""

@@ -44,20 +44,52 @@ struct Buffer {  // not initialised, not counted twice
 
 constexpr int64_t SHARES_PER_LAYER = 8;
 
-// x [num_tokens][hidden]: hidden states before the final norm.
+// The rows whose hidden states are wanted, as a batch of one row each. Beyond its keys and values,
+// the last layer computes no others.
+struct Wanted {
+  std::vector<Span> spans;
+  Batch batch;
+  bool all;
+
+  explicit Wanted(const Batch &of) : batch(of), all(of.num_wanted == of.num_tokens) {
+    if (all) return;
+    for (int64_t s = 0, i = 0; i < of.num_wanted; s++) {
+      const Span &span = of.spans[s];
+      const int32_t end = span.start + span.length;
+      for (; i < of.num_wanted && of.wanted[i] < end; i++)
+        spans.push_back({(int32_t)i, 1, span.context - (end - 1 - (int32_t)of.wanted[i]),
+                         span.first_page});
+    }
+    batch.num_tokens = batch.num_spans = of.num_wanted;
+    batch.spans = spans.data();
+  }
+
+  // Rows of n elements, moved up to stand side by side.
+  template <class T>
+  void gather(T *rows, int64_t n) const {
+    for (int64_t i = 0; i < batch.num_wanted; i++)
+      memmove(rows + i * n, rows + batch.wanted[i] * n, n * sizeof(T));
+  }
+};
+
+// x [num_tokens][hidden]: hidden states before the final norm, those of the wanted rows first.
 template <class T>
 void forward(const Model &m, const Pool &pool, const Batch &batch, T *x, T *scratch, int threads) {
-  const int64_t rows = batch.num_tokens, per_head = m.heads / m.kv_heads;
+  const int64_t per_head = m.heads / m.kv_heads;
   const int64_t width = (m.heads + 2 * m.kv_heads) * m.head_dim;
   T *const normed = scratch, *const attended = scratch;  // never needed at once
-  T *const qkv = scratch + rows * std::max(m.hidden, m.heads * m.head_dim);
+  T *const qkv = scratch + batch.num_tokens * std::max(m.hidden, m.heads * m.head_dim);
   T *const inner = qkv;  // nor these
   const Pages<T> pages(pool);
   const std::vector<int64_t> slots = slots_of(batch, pool.page_size);
+  const Wanted wanted(batch);
   Schedule schedule(batch, m.kv_heads, per_head, threads);
-  Buffer<float> partials(schedule.num_slots * Attention<T>::partial_floats(m.head_dim));
+  Schedule last_schedule(wanted.batch, m.kv_heads, per_head, threads);
+  const int64_t num_slots = std::max(schedule.num_slots, last_schedule.num_slots);
+  Buffer<float> partials(num_slots * Attention<T>::partial_floats(m.head_dim));
 
-  Team::run(threads, 1 + SHARES_PER_LAYER * m.num_layers, [&](Team &team) {
+  Team::run(threads, 2 + SHARES_PER_LAYER * m.num_layers, [&](Team &team) {
+    int64_t rows = batch.num_tokens;
     team.share(rows, team.pieces(rows, 4), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; r++)
         memcpy(x + r * m.hidden, (const T *)m.embedding + batch.tokens[r] * m.hidden,
@@ -69,8 +101,18 @@ void forward(const Model &m, const Pool &pool, const Batch &batch, T *x, T *scra
       linear<T, Then::STORE>(team, layer.qkv, normed, rows, qkv);
       rotate_and_store(team, pages, batch, slots.data(), i, m.heads,
                        {layer.query_norm, layer.key_norm, m.eps}, qkv);
-      Attention<T>{pages, batch, schedule, i,        per_head,
-                   qkv,   width, attended, partials.data}
+      const bool narrow = i == m.num_layers - 1 && !wanted.all;
+      if (narrow) {
+        rows = batch.num_wanted;
+        team.share(1, 1, [&](int64_t, int64_t) {
+          wanted.gather(qkv, width);
+          wanted.gather(x, m.hidden);
+        });
+      }
+      if (!rows) return;
+      Attention<T>{pages,    narrow ? wanted.batch : batch, narrow ? last_schedule : schedule,
+                   i,        per_head,                      qkv,
+                   width,    attended,                      partials.data}
           .run(team);
       linear<T, Then::ADD>(team, layer.output, attended, rows, x);
       norm(team, x, (const T *)layer.mlp_norm, normed, rows, m.hidden, m.eps);

@@ -56,6 +56,8 @@ class Batch(ctypes.Structure):
         ("spans", c_void_p),
         ("pages", c_void_p),
         ("rotation", c_void_p),
+        ("num_wanted", c_int64),
+        ("wanted", c_void_p),
     )
 
 

@@ -57,12 +57,16 @@ class NativeLlama:
         positions: torch.Tensor,
         cache: KVCache,
         attention: AttentionPlan,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] of a step; keys and values go to the cache."""
+        """Hidden states [num_rows, hidden_size] of the rows asked for, in ascending order, or of
+        all; keys and values of all go to the cache."""
         assert isinstance(attention, NativePlan), f"{attention=} is another backend's"
         rotation = self._rotation(positions)
         batch = attention.batch.struct
         batch.tokens, batch.rotation = tokens.data_ptr(), rotation.data_ptr()
+        batch.num_wanted = len(tokens) if rows is None else len(rows)
+        batch.wanted = None if rows is None else rows.data_ptr()
         hidden = torch.empty(len(tokens), self.config.hidden_size, dtype=self.dtype)
         self._kernels.call(
             "forward",
@@ -73,7 +77,7 @@ class NativeLlama:
             self._scratch_for(len(tokens)),
             torch.get_num_threads(),
         )
-        return hidden
+        return hidden[: batch.num_wanted]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocab_size] of the rows that sample."""

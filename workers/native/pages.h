@@ -22,6 +22,8 @@ struct Batch {
   const Span *spans;
   const int32_t *pages;   // page numbers of all spans, one span behind the other
   const float *rotation;  // [num_tokens][head_dim]: cos of each angle, then sin
+  int64_t num_wanted;
+  const int64_t *wanted;  // rows whose hidden states are wanted, ascending
 };
 
 template <class T>
