@@ -22,7 +22,17 @@ from rich.table import Table
 from bench.sim import catalogue
 from bench.sim.catalogue import Times
 from bench.sim.latency import Coefficients
-from bench.sim.planner import Advice, Candidate, Plan, Planner, Trial, config_of
+from bench.sim.planner import (
+    Advice,
+    Candidate,
+    Confidence,
+    Estimate,
+    Plan,
+    Planner,
+    Trial,
+    config_of,
+    usual_runs,
+)
 from bench.sim.workload import TraceError, Workload, load
 from serving import console
 from serving.config import ConfigError, load_config, seconds
@@ -39,8 +49,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="evenflow plan", description=(__doc__ or "").split("\n\n", maxsplit=1)[0]
     )
-    parser.add_argument("--trace", type=Path, required=True, help="Mooncake or recorded JSONL, "
-                        "Azure CSV, or a CSV of lengths (with --rate)")  # fmt: skip
+    parser.add_argument("--trace", type=Path, required=True, help="what serve --record wrote, "
+                        "Mooncake's or Qwen-Bailian's JSONL, Azure's or BurstGPT's CSV, or a CSV "
+                        "of lengths (with --rate)")  # fmt: skip
     parser.add_argument("--model", default="llama-3.1-8b", help="a name in bench/catalogue")
     parser.add_argument("--gpu", default="h100", help="a name in bench/catalogue")
     parser.add_argument("--gpus", type=int, default=8, help="how many there are")
@@ -94,7 +105,7 @@ def search(args: argparse.Namespace, slo: SLO, workload: Workload) -> Advice:
             seed=args.seed,
             say=say,
         )
-        progress.update(task, total=4 * sum(1 for _ in planner.plans()))
+        progress.update(task, total=usual_runs(sum(1 for _ in planner.plans())))
         return planner.search()
 
 
@@ -148,9 +159,24 @@ def lines_of(advice: Advice, times: Times, target: float, workload: Workload) ->
             f"{seen.gpu_s_per_1k_tokens:.2f} GPU-seconds per 1k tokens; if every step is "
             f"{times.error:.0%} slower: {_gpus(advice.if_slower)}"
         )
+    lines += sureness_of(advice.confidence, best.plan.mode)
     if best.plan.mode == "disaggregated":
         lines.append("for this plan every request asks for mode disaggregated")
     return lines
+
+
+def sureness_of(seen: Confidence, mode: str) -> list[str]:
+    """How far to trust the comparison; the step times have their own error."""
+    on = f"at {seen.rate:.3g}/s, on {seen.num_slices} slices of the trace"
+    lines = [f"confidence: {mode} keeps {_estimate(seen.kept)} {on}"]
+    if seen.rival:
+        lead, won = _estimate(seen.lead), f"{seen.num_won} of {seen.num_slices}"
+        lines.append(f"it keeps {lead} more than {seen.rival}, no less in {won} slices")
+    return lines
+
+
+def _estimate(value: Estimate) -> str:
+    return f"{value.mean:.1%} (± {value.within:.1%}, 95 % sure)"
 
 
 def plot(advice: Advice, path: Path, target: float) -> None:
@@ -195,6 +221,7 @@ def as_json(advice: Advice, times: Times) -> dict[str, Any]:
         "rate": advice.rate,
         "best": told(advice.best),
         "by_mode": {mode: told(candidate) for mode, candidate in advice.by_mode.items()},
+        "confidence": asdict(advice.confidence),
         "smallest": asdict(advice.smallest) if advice.smallest else None,
         "step_times": {"source": times.source, "error": times.error},
         "smallest_if_slower": asdict(advice.if_slower) if advice.if_slower else None,

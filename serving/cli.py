@@ -101,6 +101,9 @@ def serve(
     slo_ttft: Annotated[str | None, Flag(help="Promised time to first token. [2s]")] = None,
     slo_itl: Annotated[str | None, Flag(help="Promised gap between tokens. [100ms]")] = None,
     state: Annotated[str | None, Flag(help="memory, or redis://host:6379 to share it.")] = None,
+    record: Annotated[
+        str | None, Flag(help="Append arrivals and lengths, no contents, for `evenflow plan`.")
+    ] = None,
     ray: Annotated[
         str | None, Flag(help="auto (join a running Ray or start one), local, or an address.")
     ] = None,

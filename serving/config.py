@@ -192,6 +192,7 @@ class Config:
     # elsewhere
     ray: str = "auto"  # join a running Ray or start one; "local": start one; else its address
     state: str = "memory"
+    record: str = ""  # a file on the gateway's machine: who asked when for how much, no contents
     page_faults: str = ""  # for tests: "drop=0.05 flip=0.05 seed=3", see kvtransfer/faults.py
     step_faults: str = ""  # for tests: "raise_at=20 freeze_at=90 freeze_s=2", see workers/faults.py
     debug: bool = False  # page ledgers and pinned workers for tests

@@ -24,6 +24,7 @@ from serving.config import ROLES, Config, ScalingConfig, TlsConfig, is_loopback,
 from serving.core.scaling import ScaleRules
 from serving.gateway import Gateway
 from serving.http_server import HttpServer
+from serving.recording import Recorder
 from serving.scaler import PoolRange, Replicas, Scaler
 from serving.state import MemoryStore, StateStore
 from serving.tokenizer import Tokenizer
@@ -54,6 +55,7 @@ class FrontDoor:
         tokenizer = Tokenizer.load(folder)
         name = served_name(config)
         self._store = _store(config, name)
+        self._recorder = Recorder(Path(config.record)) if config.record else None
         self.gateway = Gateway(
             self.pools,
             tokenizer,
@@ -61,6 +63,7 @@ class FrontDoor:
             max_queue=config.max_queue,
             early_fetch=config.early_fetch,
             store=self._store,
+            recorder=self._recorder,
             demand_window_s=config.scaling.window_s,
         )
         settings = FrontSettings(
@@ -135,6 +138,8 @@ class FrontDoor:
             await asyncio.gather(self._task, return_exceptions=True)
         await self.pools.close()
         await self._store.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
 
 def scale_rules(scaling: ScalingConfig, max_workers: int) -> ScaleRules:

@@ -33,6 +33,7 @@ from serving.metrics import Metrics
 from serving.moves import Moves
 from serving.peers import Peers
 from serving.pools import Pools, Submission, WorkerLost, WorkerView
+from serving.recording import Recorder
 from serving.state import MemoryStore, StateStore
 from serving.tokenizer import Tokenizer
 from workers.core.output import Output, Timing
@@ -117,6 +118,7 @@ class Gateway:
         max_queue: int = 256,
         early_fetch: bool = True,
         store: StateStore | None = None,
+        recorder: Recorder | None = None,
         demand_window_s: float = STEADY_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -130,6 +132,7 @@ class Gateway:
         self._max_queue = max_queue
         self._early_fetch = early_fetch
         self._store: StateStore = store or MemoryStore()
+        self._recorder = recorder
         self._calls: dict[str, _Call] = {}
         self._recent: deque[tuple[str, dict[str, Any]]] = deque(maxlen=RECENT)
         self._in_flight = InFlight()
@@ -268,9 +271,11 @@ class Gateway:
         refusal = admit(
             [w.load for w in workers], self._num_unanswered, generation.num_choices, self._max_queue
         )
-        if refusal is not None:
-            raise Overloaded(f"overloaded: {refusal.reason}", refusal.retry_after_s)
         call = _Call(generation, [_seq(generation, i) for i in range(generation.num_choices)])
+        if refusal is not None:
+            call.outcome = "refused"
+            self._record(call)
+            raise Overloaded(f"overloaded: {refusal.reason}", refusal.retry_after_s)
         self._calls[generation.call_id] = call
         self._num_unanswered += len(call.seqs)
         self._idle.clear()
@@ -407,9 +412,28 @@ class Gateway:
             self._idle.set()
         self.metrics.ended(call.error)
         await asyncio.gather(*call.tasks, return_exceptions=True)
+        self._record(call)
         explanation = _explanation(call)
         self._recent.appendleft((call.generation.tenant, explanation))
         await self._store.set(f"request:{call.generation.call_id}", explanation, EXPLAIN_S)
+
+    def _record(self, call: _Call) -> None:
+        if self._recorder is None:
+            return
+        for seq in call.seqs:
+            trace = seq.trace
+            is_open = trace.outcome == "running"
+            self._recorder.note(
+                seq.request,
+                output_tokens=len(seq.output),
+                outcome=call.outcome.split(":")[0] if is_open else trace.outcome,
+                mode=trace.mode,
+                first_at=seq.first_at,
+                last_at=seq.last_at,
+                cached_tokens=trace.cached_tokens,
+                num_preemptions=trace.num_preemptions,
+                fell_back=bool(trace.fallback),
+            )
 
     # ------------------------------------------------------------------ what others ask
 

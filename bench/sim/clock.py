@@ -13,6 +13,7 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.num_events = 0
+        self._is_stopped = False
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = count()
 
@@ -22,6 +23,10 @@ class Clock:
 
     def after(self, delay_s: float, action: Callable[..., None], *args: Any) -> None:
         self.at(self.now + delay_s, action, *args)
+
+    def stop(self) -> None:
+        """What has not happened yet does not."""
+        self._is_stopped = True
 
     def run(self) -> None:
         """Until nothing is left to happen."""
@@ -35,7 +40,7 @@ class Clock:
 
     def _run(self) -> None:
         events, pop = self._events, heapq.heappop
-        while events:
+        while events and not self._is_stopped:
             self.now, _, action, args = pop(events)
             self.num_events += 1
             action(*args)

@@ -55,6 +55,7 @@ class Cluster:
         seed: int = 0,
         max_queue: int = 256,
         skips: bool | None = None,
+        max_broken: int | None = None,
         on_end: Callable[[Call], None] | None = None,
         holds: bool = False,
     ) -> None:
@@ -76,6 +77,9 @@ class Cluster:
         )
         self._num_gpus = sum(pool.num_workers * pool.spec.num_gpus for pool in pools)
         self._outcomes: list[Outcome] = []
+        self._max_broken = max_broken  # requests without what they were promised: enough is known
+        self._num_broken = self._num_judged = 0
+        self.gave_up = False
         self._last_arrival = 0.0
         if skips is None:
             skips = faults == NO_FAULTS and self._num_gpus <= MAX_SKIPPING
@@ -139,6 +143,8 @@ class Cluster:
             patience_s = self._rng.random() * self._faults.max_patience_s
             self.clock.after(patience_s, self.gateway.leave, request.id)
         self.catch_up()
+        if self._max_broken is not None:
+            self._judge()
         self.gateway.arrive(request, outcome)
         self._next(workload, slo, index + 1, progress)
 
@@ -149,7 +155,25 @@ class Cluster:
             str(index), workload.prompt(arrival), sampling, slo, arrival.at_s, cache_salt=salt
         )
 
+    def _judge(self) -> None:
+        """Whose first token is late by now?"""
+        now, outcomes = self.clock.now, self._outcomes
+        while self._num_judged < len(outcomes):
+            outcome = outcomes[self._num_judged]
+            if outcome.arrived_at + outcome.slo.ttft_s >= now:
+                break
+            self._num_judged += 1
+            is_late = not outcome.first_at or outcome.ttft_s > outcome.slo.ttft_s
+            self._break(is_late)
+
+    def _break(self, is_broken: bool) -> None:
+        self._num_broken += is_broken
+        if self._max_broken is not None and self._num_broken > self._max_broken:
+            self.gave_up = True
+            self.clock.stop()
+
     def _ended(self, call: Call) -> None:
+        self._break(call.outcome.is_in_time and not call.outcome.is_even)
         if self._on_end is not None:
             self._on_end(call)
 

@@ -1,13 +1,16 @@
 """Which cluster serves a workload best: candidates tried in virtual time, under rising load.
 
 A plan's capacity is the highest rate of the same workload at which the wanted part of the requests
-keeps both promises. One candidate finds out which load is worth trying; everybody meets that,
-those that keep the target meet twice of it, and so on; the last ones standing are bisected.
+keeps both promises. All plans race on the same slices of the trace (so what differs is the plan,
+not the luck): short slices for all of them, longer ones for the better half, and so on. A run ends
+as soon as its verdict is sure. What is left, one plan of each mode at least, is compared on further
+slices, which say how sure the comparison is.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean, stdev
 from typing import Any
 
 from bench.sim.catalogue import Gpu, Model, Times, num_pages
@@ -22,12 +25,29 @@ from workers.core.request import SLO
 
 MODES = ("mixed", "disaggregated", "auto")
 FRACTIONS = (0.25, 0.4, 0.5, 0.6, 0.75)  # of the workers that prefill
-FEW = 8  # workers, up to which every split is tried
-MIN_SPAN_S = 60.0  # a run lasts at least this long, so that queues can build up
-MIN_REQUESTS = 300
+FEW = 8  # workers, up to which two tensor-parallel sizes are tried
+STEP = 2**0.125  # between neighbouring rates
+MAX_STEPS = 48  # from the trace's own rate
+MIN_REQUESTS = 150
+NUM_SLICES = 4  # for the last comparison
+COMPARE_S = 30.0  # of load in each
+LADDER = (0.5, 0.8, 1.25)  # of the best capacity: drawn beside 1
 MAX_SEQS = 256
-MAX_DOUBLINGS = 6
 UNBOUNDED = 1 << 20
+T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57}  # Student's t by degrees of freedom
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Of the race: how much load each run gets, and how finely rates are told apart."""
+
+    span_s: float
+    stride: int  # STEPs, first
+    finest: int  # and last
+    max_runs: int  # for each plan
+
+
+ROUNDS = (Round(10.0, 4, 2, 4), Round(20.0, 2, 2, 3), Round(45.0, 2, 1, 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +86,16 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One plan under one load."""
+    """One plan under one load. One that was given up, because it could not keep the target any
+    more, has no figures worth reading."""
 
     plan: Plan
     rate: float
     summary: Summary
+    is_whole: bool
+
+    def keeps(self, target: float) -> bool:
+        return self.is_whole and self.summary.attainment >= target
 
 
 @dataclass(slots=True)
@@ -78,12 +103,46 @@ class Candidate:
     """A plan and what was found out about it."""
 
     plan: Plan
-    trials: list[Trial] = field(default_factory=list)  # in the order they were run
-    capacity: float = 0.0  # highest rate at which it kept the target
-    attainment: float = 0.0  # at the highest rate tried
+    step: int = 0  # of the highest rate at which it kept the target, in the last round it was in
+    capacity: float = 0.0  # that rate; 0 when there is none
+    attainment: float = 0.0  # there
+    trials: list[Trial] = field(default_factory=list)  # whole ones on the first slice
+    slices: list[float] = field(default_factory=list)  # attainment in the last comparison
+
+    @property
+    def merit(self) -> tuple[float, float, float]:
+        """The higher the better."""
+        return self.capacity, fmean(self.slices or [0.0]), self.attainment
 
     def at(self, rate: float) -> Trial:
         return next(trial for trial in self.trials if trial.rate == rate)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over slices of the trace, and how far off it may be in 95 of 100 cases."""
+
+    mean: float
+    within: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Estimate":
+        if len(values) < 2:
+            return cls(fmean(values), math.nan)
+        error = stdev(values) / math.sqrt(len(values))
+        return cls(fmean(values), T_95[min(5, len(values) - 1)] * error)
+
+
+@dataclass(frozen=True, slots=True)
+class Confidence:
+    """At the best plan's capacity, on slices that the race did not decide by."""
+
+    rate: float
+    num_slices: int
+    kept: Estimate  # by the best plan
+    rival: str  # the best mode but one; empty when there is only one
+    lead: Estimate  # of the kept part over the rival's, slice by slice
+    num_won: int  # slices in which the best plan kept no less
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +153,7 @@ class Advice:
     rate: float
     best: Candidate
     by_mode: dict[str, Candidate]
+    confidence: Confidence
     smallest: Trial | None
     if_slower: Trial | None  # the smallest when every step takes longer by its source's error
     num_runs: int
@@ -147,22 +207,17 @@ class Planner:
                 f"{self._num_gpus} {self._gpu.name} do not hold {self._model.name}, or none of "
                 f"the requests fits beside it"
             )
-        rate = self._workload.rate
-        start = self._scout(candidates[0], rate)
-        self._climb(candidates, start)
-        best = max(candidates, key=_merit)
-        by_mode = {
-            mode: max(group, key=_merit)
-            for mode in MODES
-            if (group := [c for c in candidates if c.plan.mode == mode])
-        }
-        top = max(candidate.trials[-1].rate for candidate in by_mode.values())
-        for candidate in by_mode.values():  # the same loads for all, so that curves compare
-            for step in (rate, *self._ladder(start, top)):
-                self._try(candidate, step)
+        champions = self._race(candidates)
+        rate = max(c.capacity for c in champions) or self._workload.rate
+        for candidate in champions:
+            self._draw(candidate, rate)
+        best = max(champions, key=lambda c: c.merit)
         smallest = self._smallest(best.plan, 1.0)
         if_slower = self._smallest(best.plan, 1 + self._times(best.plan.tp).error)
-        return Advice(rate, best, by_mode, smallest, if_slower, self.num_runs)
+        by_mode = {c.plan.mode: c for c in champions}
+        confidence = _compare(best, champions, rate)
+        own = self._workload.rate
+        return Advice(own, best, by_mode, confidence, smallest, if_slower, self.num_runs)
 
     def plans(self) -> Iterator[Plan]:
         """Every mode, three budgets, some splits, and the smallest tensor-parallel sizes that fit:
@@ -175,10 +230,7 @@ class Planner:
             workers = self._num_gpus // tp
             for budget in self._budgets(tp):
                 yield Plan("mixed", tp, workers, 0, 0, budget)
-            splits = {
-                min(max(1, round(f * workers)), workers - 1)
-                for f in (FRACTIONS if few else FRACTIONS[::2])
-            }
+            splits = {min(max(1, round(f * workers)), workers - 1) for f in FRACTIONS}
             for prefill in sorted(splits) if workers > 1 else ():
                 decode = workers - prefill
                 yield Plan("disaggregated", tp, 0, prefill, decode, 8192)
@@ -196,37 +248,50 @@ class Planner:
             best = budget
         return sorted({max(64, best // 2), best, min(8192, best * 2)})
 
-    def _scout(self, candidate: Candidate, rate: float) -> float:
-        """The load that is worth trying on everybody: the last that one plan keeps."""
-        for _ in range(MAX_DOUBLINGS):
-            self._try(candidate, rate)
-            if candidate.capacity != rate:
-                break
-            rate *= 2
-        return candidate.capacity or rate
+    def _race(self, candidates: list[Candidate]) -> list[Candidate]:
+        """The best plan of each mode."""
+        scout = candidates[0]
+        self._climb(scout, Round(ROUNDS[0].span_s, 8, 4, 6), 0)
+        for candidate in candidates:
+            candidate.step = scout.step
+        for number, round in enumerate(ROUNDS):
+            for candidate in candidates:
+                self._climb(candidate, round, number)
+            candidates = _better_half(candidates)
+        return [_best_of(candidates, mode) for mode in MODES if _modes(candidates) >= {mode}]
 
-    def _climb(self, candidates: list[Candidate], rate: float) -> None:
-        """Double the load until nobody keeps the target, then look between."""
-        standing, low = candidates, 0.0
-        for _ in range(MAX_DOUBLINGS):
-            for candidate in standing:
-                self._try(candidate, rate)
-            kept = [c for c in standing if c.capacity == rate]
-            if not kept:
-                break
-            standing, low, rate = kept, rate, 2 * rate
-        finalists = sorted(standing, key=lambda c: c.attainment, reverse=True)[:3]
-        for mode in MODES:
-            ours = [c for c in standing if c.plan.mode == mode]
-            finalists += [c for c in ours[:1] if all(f.plan.mode != mode for f in finalists)]
-        for candidate in finalists if low else ():
-            self._bisect(candidate, low, rate)
+    def _climb(self, candidate: Candidate, round: Round, slice: int) -> None:
+        """Find its capacity: from where it was seen last, in strides until they fail (or until they
+        do not), then between."""
+        low, high, step = -MAX_STEPS, MAX_STEPS, candidate.step
+        candidate.capacity = candidate.attainment = 0.0
+        stride = round.stride
+        for _ in range(round.max_runs):
+            rate = self._workload.rate * STEP**step
+            trial = self._run(candidate.plan, rate, round.span_s, slice, gives_up=True)
+            if trial.keeps(self._target):
+                low, candidate.capacity = step, rate
+                candidate.attainment = trial.summary.attainment
+            else:
+                high = step
+            candidate.step = low if candidate.capacity else high - stride
+            if high - low <= round.finest:
+                return
+            if low > -MAX_STEPS and high < MAX_STEPS:
+                step = (low + high) // 2
+            else:
+                step += stride if low > -MAX_STEPS else -stride
 
-    def _bisect(self, candidate: Candidate, low: float, high: float) -> None:
-        for _ in range(3):
-            rate = (low + high) / 2
-            self._try(candidate, rate)
-            low, high = (rate, high) if candidate.capacity == rate else (low, rate)
+    def _draw(self, candidate: Candidate, top: float) -> None:
+        """The same loads for everybody who is left: so that curves compare, and the best rate on
+        several slices, so that plans do."""
+        for rate in (self._workload.rate, *(part * top for part in LADDER)):
+            candidate.trials.append(self._run(candidate.plan, rate, COMPARE_S, 0))
+        for slice in range(NUM_SLICES):
+            trial = self._run(candidate.plan, top, COMPARE_S, slice)
+            candidate.slices.append(trial.summary.attainment)
+            if slice == 0 and top != self._workload.rate:
+                candidate.trials.append(trial)
 
     def _smallest(self, plan: Plan, slower: float) -> Trial | None:
         """By bisection over the number of workers."""
@@ -235,8 +300,9 @@ class Planner:
             count = high if found is None else (low + high) // 2
             if count == low:
                 break
-            trial = self._run(plan.with_workers(count), self._workload.rate, slower)
-            if trial.summary.attainment >= self._target:
+            fewer, rate = plan.with_workers(count), self._workload.rate
+            trial = self._run(fewer, rate, 2 * COMPARE_S, 0, slower, gives_up=True)
+            if trial.keeps(self._target):
                 found, high = trial, count
             elif found is None:
                 return None
@@ -244,31 +310,36 @@ class Planner:
                 low = count
         return found
 
-    def _ladder(self, rate: float, top: float) -> Iterator[float]:
-        while rate <= top:
-            yield rate
-            rate *= 2
-
     # ------------------------------------------------------------------ one run
 
-    def _try(self, candidate: Candidate, rate: float) -> None:
-        if any(trial.rate == rate for trial in candidate.trials):
-            return
-        trial = self._run(candidate.plan, rate)
-        candidate.trials.append(trial)
-        candidate.attainment = trial.summary.attainment
-        if trial.summary.attainment >= self._target:
-            candidate.capacity = max(candidate.capacity, rate)
-
-    def _run(self, plan: Plan, rate: float, slower: float = 1.0) -> Trial:
+    def _run(
+        self,
+        plan: Plan,
+        rate: float,
+        span_s: float,
+        slice: int,
+        slower: float = 1.0,
+        gives_up: bool = False,
+    ) -> Trial:
         self._say(f"{plan.mode}, {plan.pools}, budget {plan.budget}, {rate:.3g} requests/s")
         self.num_runs += 1
-        number = max(MIN_REQUESTS, math.ceil(rate * MIN_SPAN_S))
-        workload = self._workload.first(number).at_rate(rate)
+        workload = self._slice(max(MIN_REQUESTS, math.ceil(rate * span_s)), slice).at_rate(rate)
+        limit = int((1 - self._target) * len(workload.arrivals)) if gives_up else None
         cluster = Cluster(
-            self._pools(plan, slower), mode=plan.mode, seed=self._seed, max_queue=UNBOUNDED
+            self._pools(plan, slower),
+            mode=plan.mode,
+            seed=self._seed,
+            max_queue=UNBOUNDED,
+            max_broken=limit,
         )
-        return Trial(plan, rate, cluster.run(workload, self._slo).summary)
+        result = cluster.run(workload, self._slo)
+        return Trial(plan, rate, result.summary, not cluster.gave_up)
+
+    def _slice(self, num_requests: int, number: int) -> Workload:
+        """The first one begins with the trace, the last one ends with it."""
+        room = max(0, len(self._workload.arrivals) - num_requests)
+        start = room * (number % NUM_SLICES) // (NUM_SLICES - 1)
+        return self._workload.part(start, start + num_requests)
 
     def _pools(self, plan: Plan, slower: float) -> list[Pool]:
         times = self._times(plan.tp)
@@ -289,9 +360,40 @@ class Planner:
         return min(pages * self._page_size, self._model.max_model_len)
 
 
-def _merit(candidate: Candidate) -> tuple[float, float, float]:
-    first = candidate.trials[0].summary
-    return candidate.capacity, candidate.attainment, -first.ttft_p99_s
+def usual_runs(num_plans: int) -> int:
+    """About how many runs a search takes."""
+    race, left = 4, num_plans
+    for round in ROUNDS:
+        race += left * (round.max_runs - 1)
+        left = max(len(MODES), math.ceil(left / 2))
+    return race + len(MODES) * (1 + len(LADDER) + NUM_SLICES) + 2 * 4
+
+
+def _modes(candidates: list[Candidate]) -> set[str]:
+    return {candidate.plan.mode for candidate in candidates}
+
+
+def _best_of(candidates: list[Candidate], mode: str) -> Candidate:
+    return max((c for c in candidates if c.plan.mode == mode), key=lambda c: c.merit)
+
+
+def _better_half(candidates: list[Candidate]) -> list[Candidate]:
+    """And the best of each mode, if it is not among them."""
+    ranked = sorted(candidates, key=lambda c: c.merit, reverse=True)
+    kept = ranked[: math.ceil(len(ranked) / 2)]
+    return kept + [_best_of(ranked, mode) for mode in sorted(_modes(ranked) - _modes(kept))]
+
+
+def _compare(best: Candidate, champions: list[Candidate], rate: float) -> Confidence:
+    kept = Estimate.of(best.slices)
+    rivals = [c for c in champions if c is not best]
+    if not rivals:
+        return Confidence(rate, len(best.slices), kept, "", Estimate(0.0, 0.0), 0)
+    rival = max(rivals, key=lambda c: c.merit)
+    leads = [ours - theirs for ours, theirs in zip(best.slices, rival.slices, strict=True)]
+    num_won = sum(lead >= 0 for lead in leads)
+    mode, lead = rival.plan.mode, Estimate.of(leads)
+    return Confidence(rate, len(leads), kept, mode, lead, num_won)
 
 
 def config_of(plan: Plan, slo: SLO) -> dict[str, Any]:

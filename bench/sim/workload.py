@@ -6,6 +6,7 @@ first blocks have the same names share a prefix.
 
 import csv
 import json
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -13,12 +14,13 @@ from datetime import datetime
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 R = TypeVar("R")
 A = TypeVar("A")
 
-MOONCAKE_BLOCK = 512  # tokens named by one hash id
+MOONCAKE_BLOCK, QWEN_BLOCK = 512, 16  # tokens named by one hash id
 
 
 class TraceError(ValueError):
@@ -65,7 +67,11 @@ class Workload:
         return tuple(ids[: arrival.num_prompt]) + (arrival.blocks[-1],) * max(0, missing)
 
     def first(self, num_requests: int) -> "Workload":
-        return replace(self, arrivals=self.arrivals[:num_requests])
+        return self.part(0, num_requests)
+
+    def part(self, start: int, stop: int) -> "Workload":
+        """Requests [start, stop) in the order of time."""
+        return replace(self, arrivals=self.arrivals[start:stop])
 
     def at_rate(self, rate: float) -> "Workload":
         """The same requests in the same order, faster or slower as a whole."""
@@ -143,23 +149,35 @@ def load_azure(path: Path) -> Workload:
 def load_mooncake(path: Path, seed: int = 0, spread: bool = True) -> Workload:
     """Mooncake's JSONL. Its times come in buckets of about three seconds: ``spread`` draws each
     request's time uniformly between its bucket and the next, and keeps their order."""
+    return _load_hashed(path, 1e-3, MOONCAKE_BLOCK, seed, spread)
 
-    def read(row: dict[str, Any]) -> Arrival:
-        blocks = tuple(row["hash_ids"])
-        at = float(row["timestamp"]) / 1000
-        return Arrival(at, int(row["input_length"]), int(row["output_length"]), blocks)
 
-    arrivals = _from_zero(_numbered(path, map(json.loads, path.open()), read))
-    if not spread:
-        return Workload(path.stem, arrivals, how="times in their buckets, as recorded")
-    how = f"times spread uniformly within their buckets, seed {seed}"
-    return Workload(path.stem, _spread(arrivals, random.Random(seed)), how=how)
+def load_qwen(path: Path, seed: int = 0) -> Workload:
+    """Qwen-Bailian's JSONL: ``timestamp`` in seconds, ``input_length``, ``output_length`` and
+    ``hash_ids`` of 16 tokens each. Times that several requests share are spread uniformly until the
+    next one that occurs."""
+    return _load_hashed(path, 1.0, QWEN_BLOCK, seed, True)
+
+
+def load_burstgpt(path: Path, seed: int = 0) -> Workload:
+    """BurstGPT's CSV: seconds, model, request and response tokens, ... without contents. Its
+    times are whole seconds: each is spread uniformly within its own. Requests that failed have no
+    response tokens and are left out, as the trace's authors do."""
+
+    def read(row: dict[str, str]) -> Arrival:
+        tokens = float(row["Request tokens"]), float(row["Response tokens"])
+        return Arrival(float(row["Timestamp"]), int(tokens[0]), int(tokens[1]))
+
+    with path.open(newline="") as file:
+        arrivals = _from_zero(_numbered(path, csv.DictReader(file), read))
+    how = f"times spread uniformly within their second, seed {seed}"
+    return Workload(path.stem, _spread(arrivals, random.Random(seed), 1.0), how=how)
 
 
 def load_recording(path: Path) -> Workload:
-    """What ``evenflow serve --record`` wrote: one JSON object a request with ``at_s``,
-    ``prompt_tokens``, ``output_tokens`` and, where prefixes matter, ``blocks`` and
-    ``block_size``."""
+    """What ``evenflow serve --record`` wrote (serving/recording.py), in the order of arrival.
+    Requests that were refused or failed before their first token wanted an answer, too: they are
+    given the median length of those that got one."""
     sizes: set[int] = set()
 
     def read(row: dict[str, Any]) -> Arrival:
@@ -168,10 +186,27 @@ def load_recording(path: Path) -> Workload:
         at = float(row["at_s"])
         return Arrival(at, int(row["prompt_tokens"]), int(row["output_tokens"]), names)
 
-    arrivals = _from_zero(_numbered(path, map(json.loads, path.open()), read))
+    with path.open() as file:
+        rows = list(_numbered(path, map(json.loads, file), read))
     if len(sizes) > 1:
         raise TraceError(f"{path}: block_size differs between its lines: {sorted(sizes)}")
+    usual = median([row.num_output for row in rows if row.num_output] or [1])
+    arrivals = _from_zero(a._replace(num_output=a.num_output or round(usual)) for a in rows)
     return Workload(path.stem, arrivals, sizes.pop() if sizes else MOONCAKE_BLOCK, "as recorded")
+
+
+def _load_hashed(path: Path, unit_s: float, block: int, seed: int, spread: bool) -> Workload:
+    def read(row: dict[str, Any]) -> Arrival:
+        blocks = tuple(_name(name) for name in row["hash_ids"])
+        at = float(row["timestamp"]) * unit_s
+        return Arrival(at, int(row["input_length"]), int(row["output_length"]), blocks)
+
+    with path.open() as file:
+        arrivals = _from_zero(_numbered(path, map(json.loads, file), read))
+    if not spread:
+        return Workload(path.stem, arrivals, block, "times in their buckets, as recorded")
+    how = f"times spread uniformly within their buckets, seed {seed}"
+    return Workload(path.stem, _spread(arrivals, random.Random(seed)), block, how)
 
 
 def load(path: Path, rate: float = 1.0, seed: int = 0) -> Workload:
@@ -181,9 +216,13 @@ def load(path: Path, rate: float = 1.0, seed: int = 0) -> Workload:
     with path.open() as file:
         head = file.readline()
     if head.startswith("{"):
-        return load_mooncake(path, seed) if "hash_ids" in head else load_recording(path)
+        if "hash_ids" not in head:
+            return load_recording(path)
+        return load_qwen(path, seed) if "chat_id" in head else load_mooncake(path, seed)
     if head.startswith("TIMESTAMP"):
         return load_azure(path)
+    if head.startswith("Timestamp"):
+        return load_burstgpt(path, seed)
     if "," in head:
         return load_lengths(path, rate, seed)
     raise TraceError(f"{path}: neither JSON lines nor CSV")
@@ -206,14 +245,17 @@ def _from_zero(arrivals: Iterable[Arrival]) -> tuple[Arrival, ...]:
     return tuple(a._replace(at_s=a.at_s - start) for a in ordered if a.num_prompt and a.num_output)
 
 
-def _spread(arrivals: tuple[Arrival, ...], rng: random.Random) -> tuple[Arrival, ...]:
-    """Between each time and the next one. The last bucket is as long as the one before."""
+def _spread(
+    arrivals: tuple[Arrival, ...], rng: random.Random, width_s: float = math.inf
+) -> tuple[Arrival, ...]:
+    """Between each time and the next one, at most ``width_s`` on. The last bucket is as long as the
+    one before."""
     buckets = [(at, list(group)) for at, group in groupby(arrivals, key=lambda a: a.at_s)]
     moved: list[Arrival] = []
     width = 0.0
     for i, (at, group) in enumerate(buckets):
         width = buckets[i + 1][0] - at if i + 1 < len(buckets) else width
-        times = sorted(at + rng.random() * width for _ in group)
+        times = sorted(at + rng.random() * min(width, width_s) for _ in group)
         moved += [a._replace(at_s=time) for a, time in zip(group, times, strict=True)]
     return tuple(moved)
 

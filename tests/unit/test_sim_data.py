@@ -65,6 +65,34 @@ def test_a_recording_is_read_back(tmp_path: Path) -> None:
     assert workload.arrivals[0] == Arrival(0.0, 33, 4, (255, 31))
 
 
+def test_those_that_got_no_answer_wanted_one(tmp_path: Path) -> None:
+    rows = [{"at_s": at, "prompt_tokens": 9, "output_tokens": n} for at, n in enumerate((4, 0, 6))]
+    workload = load(write(tmp_path / "recorded.jsonl", *rows))
+    assert [arrival.num_output for arrival in workload.arrivals] == [4, 5, 6]
+
+
+def test_qwen_traces_share_blocks_of_sixteen_tokens(tmp_path: Path) -> None:
+    row = {"chat_id": 1, "parent_chat_id": -1, "turn": 1, "type": "text", "output_length": 7}
+    rows = [
+        {**row, "timestamp": 0.5, "input_length": 40, "hash_ids": [1, 2, 3]},
+        {**row, "timestamp": 2.5, "input_length": 20, "hash_ids": [1, 4]},
+    ]
+    workload = load(write(tmp_path / "qwen.jsonl", *rows))
+    first, second = (workload.prompt(arrival) for arrival in workload.arrivals)
+    assert (len(first), len(second)) == (40, 20)
+    assert first[:16] == second[:16] and first[16] != second[16]
+
+
+def test_burstgpt_seconds_are_spread_within_themselves(tmp_path: Path) -> None:
+    head = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
+    rows = [f"{at},ChatGPT,{n},{n and 9},{n + 9},Conversation log" for at, n in
+            ((5, 472), (5, 1087), (45, 417), (118, 0))]  # fmt: skip
+    workload = load(write(tmp_path / "burst.csv", head, *rows))
+    assert sorted(arrival.num_prompt for arrival in workload.arrivals) == [417, 472, 1087]
+    times = [arrival.at_s for arrival in workload.arrivals]
+    assert times[0] < times[1] < 1 and 40 <= times[2] < 41 and "second" in workload.how
+
+
 def test_a_bad_row_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "lengths.csv", "prompt,output", "1,2", "x,3")
     with pytest.raises(TraceError, match="row 2"):
