@@ -355,6 +355,11 @@ class ClusterStub:
                 request_serializer=protos_dot_evenflow__pb2.DrainRequest.SerializeToString,
                 response_deserializer=protos_dot_evenflow__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/evenflow.v1.Cluster/Scale',
+                request_serializer=protos_dot_evenflow__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=protos_dot_evenflow__pb2.ScaleResponse.FromString,
+                _registered_method=True)
         self.Move = channel.unary_unary(
                 '/evenflow.v1.Cluster/Move',
                 request_serializer=protos_dot_evenflow__pb2.MoveRequest.SerializeToString,
@@ -399,6 +404,13 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """So many workers in a pool from now on, within its range. The autoscaler goes on from there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Move(self, request, context):
         """A running request goes on on another worker.
         """
@@ -433,6 +445,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=protos_dot_evenflow__pb2.DrainRequest.FromString,
                     response_serializer=protos_dot_evenflow__pb2.DrainResponse.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=protos_dot_evenflow__pb2.ScaleRequest.FromString,
+                    response_serializer=protos_dot_evenflow__pb2.ScaleResponse.SerializeToString,
             ),
             'Move': grpc.unary_unary_rpc_method_handler(
                     servicer.Move,
@@ -575,6 +592,33 @@ class Cluster:
             '/evenflow.v1.Cluster/Drain',
             protos_dot_evenflow__pb2.DrainRequest.SerializeToString,
             protos_dot_evenflow__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/evenflow.v1.Cluster/Scale',
+            protos_dot_evenflow__pb2.ScaleRequest.SerializeToString,
+            protos_dot_evenflow__pb2.ScaleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,6 +23,7 @@ from serving.service import (
     Stopped,
     drain_worker,
     fetch_status,
+    scale_pool,
     set_role,
 )
 
@@ -196,6 +197,18 @@ def drain(
     with plain_errors():
         drain_worker(url, worker)
         console.done(f"{worker} takes nothing new")
+
+
+@app.command()
+def scale(
+    pool: Annotated[str, typer.Argument(help="mixed, prefill or decode.")],
+    workers: Annotated[int, typer.Argument(min=0, help="How many from now on.")],
+    url: UrlFlag = DEFAULT_URL,
+) -> None:
+    """So many workers in a pool, within its range. The autoscaler goes on from there."""
+    with plain_errors():
+        scale_pool(url, pool, workers)
+        console.done(f"{pool} is to have {workers} workers")
 
 
 @app.command()

@@ -14,7 +14,7 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -214,7 +214,12 @@ def drain_worker(url: str, worker: str) -> None:
     _ask(url, f"/v1/evenflow/workers/{quote(worker, '')}/drain", {})
 
 
-def _ask(url: str, path: str, body: dict[str, str]) -> None:
+def scale_pool(url: str, pool: str, workers: int) -> None:
+    """ServiceError says why not."""
+    _ask(url, f"/v1/evenflow/pools/{quote(pool, '')}/scale", {"workers": workers})
+
+
+def _ask(url: str, path: str, body: Mapping[str, object]) -> None:
     status, answer = _exchange(url, "POST", path, _trust(), json.dumps(body))
     if status != http.HTTPStatus.OK:
         try:

@@ -187,10 +187,12 @@ def status(gateway: Gateway, tenant: str) -> pb.Status:
     ]
     recent = gateway.recent(tenant)[:DECISIONS]
     names = [field.name for field in pb.Decision.DESCRIPTOR.fields]
+    scaling = gateway.scaler.status() if gateway.scaler is not None else {"targets": {}}
     return pb.Status(
         model=gateway.model,
         workers=workers,
         ready=gateway.is_ready,
         num_calls=gateway.num_calls,
         decisions=[pb.Decision(**{name: call[name] for name in names}) for call in recent],
+        targets=scaling["targets"],
     )

@@ -199,6 +199,12 @@ class _Cluster(services.ClusterServicer):  # type: ignore[misc]  # generated, un
             await self._intake.drain(request.worker, _caller(context, self._intake.settings))
             return pb.DrainResponse()
 
+    async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
+        async with _answering(context):
+            caller = _caller(context, self._intake.settings)
+            await self._intake.scale(request.pool, request.workers, caller)
+            return pb.ScaleResponse()
+
     async def Move(self, request: pb.MoveRequest, context: Context) -> pb.MoveResponse:
         async with _answering(context):
             caller = _caller(context, self._intake.settings)

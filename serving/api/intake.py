@@ -180,6 +180,13 @@ class Intake:
         check_admin(caller)
         await self.gateway.moves.drain(worker)
 
+    async def scale(self, pool: str, workers: int, caller: ApiKey = ANYBODY) -> None:
+        """Raises Forbidden, NotFound, BadRequest."""
+        check_admin(caller)
+        if self.gateway.scaler is None:
+            raise NotFound("no pool is scaled here: start it with a range, --scaling-mixed 1-4")
+        await self.gateway.scaler.scale(pool, workers)
+
     def move(self, request_id: str, worker: str, caller: ApiKey = ANYBODY) -> None:
         """A running request goes on there. Raises Forbidden, NotFound."""
         check_admin(caller)

@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 
 from serving import metrics as prometheus
 from serving.api import render
+from serving.api.fields import Fields
 from serving.api.intake import Ask, Intake, check_admin
 from serving.api.settings import FrontSettings
 from serving.auth import ANYBODY, ApiKey, Keyring
@@ -223,6 +224,15 @@ def _add_evenflow(app: FastAPI, intake: Intake) -> None:
         await intake.drain(worker, request.scope[CALLER])
         return JSONResponse({"worker": worker, "is_leaving": True})
 
+    @app.post("/v1/evenflow/pools/{pool}/scale")
+    async def scale(request: Request, pool: str) -> Response:
+        body = Fields(await _small(request))
+        workers = body.optional_integer("workers", 0, 1024)
+        if workers is None:
+            raise BadRequest("workers is missing", "workers")
+        await intake.scale(pool, workers, request.scope[CALLER])
+        return JSONResponse({"pool": pool, "workers": workers})
+
     @app.post("/v1/evenflow/requests/{request_id}/move")
     async def move(request: Request, request_id: str) -> Response:
         worker = await _field(request, "worker")
@@ -371,11 +381,15 @@ async def _json_body(request: Request, max_bytes: int) -> Any:
 
 async def _field(request: Request, name: str) -> str:
     """The one field of a small body."""
-    body = await _json_body(request, MAX_SMALL_BYTES)
-    value = body.get(name) if isinstance(body, dict) else None
+    value = (await _small(request)).get(name)
     if not isinstance(value, str):
         raise BadRequest(f"{name} is missing, or is not a text", name)
     return value
+
+
+async def _small(request: Request) -> dict[str, Any]:
+    body = await _json_body(request, MAX_SMALL_BYTES)
+    return body if isinstance(body, dict) else {}
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -6,7 +6,7 @@ import os
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import pytest
@@ -18,6 +18,7 @@ from protos import evenflow_pb2 as pb
 from protos import evenflow_pb2_grpc as services
 from serving.api.grpc_server import GrpcServer
 from serving.api.settings import FrontSettings
+from serving.errors import NotFound
 from serving.gateway import Gateway
 from tests.fakes import FakePools, Script, hashed, worker
 from tests.front import MODEL, TOKENIZER, keyring, says
@@ -274,6 +275,29 @@ async def test_the_status_can_be_watched() -> None:
         assert (status.decisions[0].request_id, status.decisions[0].outcome) == ("mine", "length")
         watch.cancel()
         await s.quiet()
+
+
+async def test_pools_are_scaled_where_somebody_scales() -> None:
+    class Scaler:
+        targets: ClassVar[dict[str, int]] = {"decode": 1}
+
+        async def scale(self, pool: str, num: int) -> None:
+            if pool not in self.targets:
+                raise NotFound(f"no pool {pool!r}")
+            self.targets[pool] = num
+
+        def status(self) -> dict[str, Any]:
+            return {"targets": self.targets}
+
+    async with served() as s:
+        call = s.cluster.Scale(pb.ScaleRequest(pool="decode", workers=3))
+        assert await s.code(call) is grpc.StatusCode.NOT_FOUND
+        s.gateway.scaler = Scaler()
+        await s.cluster.Scale(pb.ScaleRequest(pool="decode", workers=3))
+        status = await s.cluster.GetStatus(pb.GetStatusRequest())
+        assert dict(status.targets) == {"decode": 3}
+        call = s.cluster.Scale(pb.ScaleRequest(pool="x", workers=3))
+        assert await s.code(call) is grpc.StatusCode.NOT_FOUND
 
 
 async def test_a_request_can_be_moved() -> None:

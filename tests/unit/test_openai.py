@@ -463,3 +463,29 @@ async def test_only_an_admin_s_key_may_change_what_workers_do() -> None:
             headers={"authorization": f"Bearer {key}"},
         )
         assert answer.status_code == status
+
+
+async def test_a_pool_is_scaled_by_admins_where_somebody_scales() -> None:
+    class Scaler:
+        said: tuple[str, int] | None = None
+
+        async def scale(self, pool: str, num: int) -> None:
+            self.said = (pool, num)
+
+        def status(self) -> dict[str, Any]:
+            return {"targets": {}}
+
+    door = front()
+    path = "/v1/evenflow/pools/decode/scale"
+    assert (await door.http.post(path, json={"workers": 2})).status_code == 404
+    door.gateway.scaler = scaler = Scaler()
+    for body in ({}, [], {"workers": "2"}, {"workers": -1}, {"workers": True}):
+        assert (await door.http.post(path, json=body)).status_code == 400
+    assert scaler.said is None
+    assert (await door.http.post(path, json={"workers": 2})).json()["workers"] == 2
+    assert scaler.said == ("decode", 2)
+    locked = front(keys=keyring("secret"))
+    locked.gateway.scaler = scaler
+    headers = {"authorization": "Bearer secret"}
+    answer = await locked.http.post(path, json={"workers": 9}, headers=headers)
+    assert answer.status_code == 403 and scaler.said == ("decode", 2)
