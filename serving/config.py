@@ -106,7 +106,7 @@ class ScalingConfig:
     flips: bool = True  # workers may change between prefill and decode
     period: str | float = "10s"  # between two decisions
     window: str | float = "60s"  # that demand is meaned over
-    look_back: str | float = "3m"  # a worker goes that was not needed for so long
+    look_back: str | float = "5m"  # a worker goes that was not needed for so long
     cool_down: str | float = "2m"  # before what was added or flipped may go
 
     def __post_init__(self) -> None:

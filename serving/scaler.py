@@ -93,8 +93,10 @@ class Scaler:
         now = self._clock()
         views = [view for view in self._gateway.pools.workers() if not view.is_leaving]
         pools = [self._stats(name, views) for name in self._ranges]
-        demand = self._gateway.demand.read(now)
-        decision = self._autoscaler.decide(pools, demand, _costs(views), now)
+        costs = _costs(views)
+        prompt_s = (costs.prompt_s,) if costs is not None else ()
+        demand = self._gateway.demand.read(now, *prompt_s)
+        decision = self._autoscaler.decide(pools, demand, costs, now)
         self._gateway.metrics.scale_decided(decision.kind)
         self._last = decision
         if decision.is_event:

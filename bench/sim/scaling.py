@@ -149,12 +149,14 @@ class ElasticCluster(Cluster):
         now = self.clock.now
         self.catch_up()
         self._note_gaps()
-        demand = self.gateway.demand.read(now)
+        costs = self._costs()
+        prompt_s = (costs.prompt_s,) if costs is not None else ()
+        demand = self.gateway.demand.read(now, *prompt_s)
         self.seen.append((now, demand))
         shown = Shown([self._stats(pool) for pool in self._elastic], demand)
         if self._falsify is not None:
             self._falsify(shown, now)
-        decision = self._decider.decide(shown.pools, shown.demand, self._costs(), now)
+        decision = self._decider.decide(shown.pools, shown.demand, costs, now)
         self.decisions.append((now, decision))
         if decision.is_event:
             self.events.append(Event(now, decision))

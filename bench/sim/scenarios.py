@@ -26,7 +26,7 @@ SPEC = WorkerSpec(
     num_pages=6000,
 )
 PROMISE = SLO(3.0, 0.15)
-RULES = ScaleRules(stale_s=15.0)
+RULES = ScaleRules(stable_s=180.0)
 SETTLE_S = 300.0  # after the load changed
 MAX_SETTLED_EVENTS = 2
 REACTION_PERIODS = 2

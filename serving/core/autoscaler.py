@@ -45,6 +45,8 @@ MIN_GAPS = 50
 WRONG_FOR_S = 1800.0  # how slowly a prediction that was too good is forgiven
 MAX_WRONG = 3.0
 EVENT_WINDOW_S = 600.0
+MAX_HOLD = 8.0  # times ``stable_s``
+FORGIVEN = 4.0  # times the hold without a regret, and it is halved
 FIRST_START_S = 30.0  # until one was seen
 
 
@@ -70,11 +72,12 @@ class Autoscaler:
     def __init__(self, rules: ScaleRules) -> None:
         self.rules = rules
         self.start_s = FIRST_START_S  # how long a replica takes, as seen lately
-        self._past: deque[tuple[float, Work]] = deque()
+        self._past: deque[tuple[float, Work, int]] = deque()  # with the arrivals of each period
         self._costs: StepCosts | None = None
         self._num_breaches = 0  # periods in a row
         self._episode: _Episode | None = None
         self._trend = Trend()
+        self._hold_s = rules.stable_s  # how long nobody may be needed before somebody goes
         self._wrong = 1.0  # how far predictions were too good
         self._counters: dict[str, Load] = {}
         self._moved_at: dict[str, float] = {}  # when a worker's step counter last moved
@@ -125,7 +128,7 @@ class Autoscaler:
         if broken and settled and helps and at_hard.worst <= UP_AT:
             hard = self._corrected(hard, at_hard)
             at_hard = pressure(view.fleet, hard, self._costs)
-        self._remember(hard, now)
+        self._remember(hard, demand.recent.num_arrived, now)
         limit = UP_AT if broken else UP_AT + _chance(demand)
         self._num_breaches = self._num_breaches + 1 if at_hard.worst > limit else 0
         if at_hard.worst > limit:
@@ -249,20 +252,20 @@ class Autoscaler:
         calm = ScaleDecision(HOLD, f"{_need(at_now)} on {view.fleet}", now=at_now)
         if view.unknown:
             return replace(calm, reason=f"{calm.reason}; {view.unknown[0]} is not heard from")
-        if view.num_queued or now - self._past[0][0] < self.rules.stable_s - self.rules.period_s:
+        if view.num_queued or now - self._past[0][0] < self._hold_s - self.rules.period_s:
             return calm
         changed_s = max(self._cooling(kind, self.rules.down_cool_s, now) for kind in (ADD, FLIP))
         if changed_s > 0 or self._cooling(REMOVE, 2 * self.rules.period_s, now) > 0:
             return calm
         work = self._hardest().times(self._wrong)
-        margin = UP_AT / (1 + SIGMAS * _chance(demand))
+        margin = UP_AT / (1 + SIGMAS * _chance(demand) * self._burstiness() ** 0.5)
         for pool in sorted(view.pools, key=lambda pool: -pool.target):
             num, after = self._spare(view, pool, work, max(DOWN_AT[0], min(DOWN_AT[1], margin)))
             if num:
                 return ScaleDecision(
                     REMOVE,
                     f"{num} fewer in {pool.name} would still have kept the promises of the last "
-                    f"{self.rules.stable_s:.0f} s ({_then(after)})",
+                    f"{self._hold_s:.0f} s ({_then(after)})",
                     pool.name,
                     pool.target - num,
                     now=at_now,
@@ -364,19 +367,30 @@ class Autoscaler:
             itl_slo_s=1e9,
         )
 
-    def _remember(self, work: Work, now: float) -> None:
+    def _remember(self, work: Work, num_arrived: int, now: float) -> None:
         self._wrong = 1 + (self._wrong - 1) * exp(-self.rules.period_s / WRONG_FOR_S)
-        self._past.append((now, work))
-        while self._past[0][0] < now - self.rules.stable_s:
+        self._past.append((now, work, num_arrived))
+        if now - self._last.get(REMOVE, now) > FORGIVEN * self._hold_s:
+            self._hold_s = max(self.rules.stable_s, self._hold_s / 2)
+            self._last.pop(REMOVE, None)
+        while self._past[0][0] < now - self._hold_s:
             self._past.popleft()
 
     def _hardest(self) -> Work:
         """Of the last minutes."""
-        works = [work for _, work in self._past]
+        works = [work for _, work, _ in self._past]
         hardest = works[0]
         for work in works[1:]:
             hardest = hardest.at_least(work)
         return hardest
+
+    def _burstiness(self) -> float:
+        """Of the last minutes' arrivals: variance of the periods' counts over their mean, which is
+        1 for independent ones."""
+        counts = [count for _, _, count in self._past]
+        mean = sum(counts) / len(counts)
+        variance = sum((count - mean) ** 2 for count in counts) / len(counts)
+        return max(1.0, variance / mean) if mean else 1.0
 
     def _absorbs(self, base: Pressure, now: float) -> bool:
         """Whether a queue passes before a replica could help. One that comes back does not."""
@@ -431,6 +445,9 @@ class Autoscaler:
 
     def _note(self, decision: ScaleDecision, now: float) -> None:
         self._events.append(now)
+        if decision.kind == ADD and self._cooling(REMOVE, self._hold_s, now) > 0:
+            # Let go too soon: loads that come and go are worth waiting for.
+            self._hold_s = min(2 * self._hold_s, MAX_HOLD * self.rules.stable_s)
         self._last[decision.kind] = now
         if decision.kind == FLIP:
             self._last[f"{decision.pool}>{decision.role}"] = now

@@ -5,8 +5,10 @@ and not when it has been served. It knows arrivals, promises and answers, and no
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+from workers.core.budget import PATIENCE
 
 STEADY_S = 60.0  # the window that rates are means of, unless told otherwise
 OUTPUT_GAIN = 0.05  # of the mean length of answers, which changes slowly
@@ -53,6 +55,10 @@ class _Seen:
     itl_slo_s: float
 
 
+def _nothing(_: float) -> float:
+    return 0.0
+
+
 class DemandMeter:
     """Fed by a gateway with each sequence; memory is bounded by what arrives in one window and by
     what waits. Not thread-safe."""
@@ -62,7 +68,7 @@ class DemandMeter:
         self._steady_s = steady_s
         self._seen: deque[_Seen] = deque()  # by arrival
         self._waiting: dict[str, _Seen] = {}
-        self._answered: list[tuple[float, float]] = []  # (wait, promise) since the last reading
+        self._answered: list[tuple[float, _Seen]] = []  # with their waits, since the last reading
         self._mean_output = 0.0
         self._longest_asked = 0
         self._num_gaps = self._num_late = 0  # since the last reading
@@ -86,7 +92,7 @@ class DemandMeter:
         """Its first token is out. Idempotent."""
         seen = self._waiting.pop(key, None)
         if seen is not None:
-            self._answered.append((now - seen.at, seen.ttft_slo_s))
+            self._answered.append((now - seen.at, seen))
 
     def left(self, key: str) -> None:
         """It will never have a token, or is over. Idempotent."""
@@ -103,11 +109,17 @@ class DemandMeter:
             self._mean_output = float(num_output)
         self._mean_output += OUTPUT_GAIN * (num_output - self._mean_output)
 
-    def read(self, now: float) -> DemandStats:
-        """Everything until now; the next ``recent`` begins here."""
+    def read(self, now: float, prompt_s: Callable[[float], float] = _nothing) -> DemandStats:
+        """Everything until now; the next ``recent`` begins here. ``prompt_s`` tells how long a
+        prompt of so many tokens is computed: one too long for its promise is due later."""
+
+        def ratio(wait_s: float, seen: _Seen) -> float:
+            return wait_s / max(seen.ttft_slo_s, PATIENCE * prompt_s(seen.prompt_tokens))
+
         while self._seen and self._seen[0].at < now - self._steady_s:
             self._seen.popleft()
-        waits = [*self._answered, *((now - s.at, s.ttft_slo_s) for s in self._waiting.values())]
+        waiting = [(now - seen.at, seen) for seen in self._waiting.values()]
+        waits = self._answered + waiting
         if self._seen:
             self._slo = (
                 _middle([s.ttft_slo_s for s in self._seen]),
@@ -118,11 +130,9 @@ class DemandMeter:
             recent=_window((s for s in self._seen if s.at >= self._read_at), now - self._read_at),
             mean_output=self._mean_output or min(FIRST_OUTPUT, float(self._longest_asked)),
             num_waiting=len(self._waiting),
-            oldest_ratio=max(
-                ((now - s.at) / s.ttft_slo_s for s in self._waiting.values()), default=0.0
-            ),
+            oldest_ratio=max((ratio(*wait) for wait in waiting), default=0.0),
             ttft_p90_s=_p90([wait for wait, _ in waits]),
-            ttft_p90_ratio=_p90([wait / slo for wait, slo in waits]),
+            ttft_p90_ratio=_p90([ratio(*wait) for wait in waits]),
             num_gaps=self._num_gaps,
             num_late=self._num_late,
             ttft_slo_s=self._slo[0],

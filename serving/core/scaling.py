@@ -23,7 +23,7 @@ class ScaleRules:
     settle_s: float = 60.0  # after these, before predictions are called wrong
     up_cool_s: float = 20.0  # after something was removed
     flip_cool_s: float = 30.0
-    stable_s: float = 180.0  # what is looked back on before a worker goes
+    stable_s: float = 300.0  # what is looked back on before a worker goes
     start_patience_s: float = 180.0  # a replica that is not there by then is not counted on
     stale_s: float = 15.0  # a worker that says nothing for so long is unknown
     max_step: int = 4  # replicas in one decision
