@@ -22,6 +22,7 @@ from serving.service import (
     ServiceError,
     Stopped,
     drain_worker,
+    fetch_explanation,
     fetch_status,
     scale_pool,
     set_role,
@@ -174,6 +175,21 @@ def status(url: UrlFlag = DEFAULT_URL, as_json: JsonFlag = False) -> None:
             console.out.print_json(json.dumps(answer))
         else:
             console.status_table(answer)
+
+
+@app.command()
+def explain(
+    request_id: Annotated[str, typer.Argument(help="As the answer's x-request-id names it.")],
+    url: UrlFlag = DEFAULT_URL,
+    as_json: JsonFlag = False,
+) -> None:
+    """Why a recent request ran where it did: what was expected of each way, and what happened."""
+    with plain_errors():
+        answer = fetch_explanation(url, request_id)
+        if as_json:
+            console.out.print_json(json.dumps(answer))
+        else:
+            console.explanation(answer)
 
 
 @app.command()

@@ -174,6 +174,7 @@ class Config:
     http_port: int = 8000
     grpc_port: int = 9000
     max_queue: int = 256  # requests waiting for one worker before new ones are refused
+    refuse_late: bool = False  # refuse at once what queues would keep from its TTFT everywhere
     max_body_bytes: int = 8 << 20
     tls: TlsConfig = field(default_factory=TlsConfig)
     api_keys: str = ""  # a file of key hashes, see serving/auth.py; empty: everybody may

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from serving.config import ROLES, Config
+from serving.explain import lines
 
 SHOWN_CHANGES = 5  # of the autoscaler
 PLAIN_WIDTH = 160  # of tables in a file or a pipe
@@ -56,6 +57,12 @@ class Progress:
 def done(message: str) -> None:
     """One line on stdout."""
     out.print(_plain(message))
+
+
+def explanation(answer: dict[str, Any]) -> None:
+    """Where a request ran and why, in lines that are not broken anywhere else."""
+    for line in lines(answer):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def problem(message: str) -> None:

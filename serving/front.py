@@ -62,6 +62,7 @@ class FrontDoor:
             model=name,
             max_queue=config.max_queue,
             early_fetch=config.early_fetch,
+            in_time=config.refuse_late,
             store=self._store,
             recorder=self._recorder,
             demand_window_s=config.scaling.window_s,

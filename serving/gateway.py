@@ -14,26 +14,24 @@ from typing import Any, Protocol
 
 from kvtransfer.core.handle import KVHandle
 from serving.choice import Choice
-from serving.core.admission import admit
 from serving.core.demand import STEADY_S, DemandMeter
-from serving.core.inflight import InFlight
-from serving.core.router import NoRoute, ReplicaView, RouteDecision, route
+from serving.core.router import RouteDecision
 from serving.errors import (
     Aborted,
     BadRequest,
     Internal,
-    NoCapacity,
     Overloaded,
-    PromptTooLong,
     RequestFailed,
     Unavailable,
 )
+from serving.explain import note_decision, note_first_token, regret
 from serving.generation import Delta, Final, Generation, Trace, Usage, call_id
 from serving.metrics import Metrics
 from serving.moves import Moves
 from serving.peers import Peers
 from serving.pools import Pools, Submission, WorkerLost, WorkerView
 from serving.recording import Recorder
+from serving.routing import Routing
 from serving.state import MemoryStore, StateStore
 from serving.tokenizer import Tokenizer
 from workers.core.output import Output, Timing
@@ -117,6 +115,7 @@ class Gateway:
         model: str,
         max_queue: int = 256,
         early_fetch: bool = True,
+        in_time: bool = False,
         store: StateStore | None = None,
         recorder: Recorder | None = None,
         demand_window_s: float = STEADY_S,
@@ -130,18 +129,18 @@ class Gateway:
         self.demand = DemandMeter(clock(), demand_window_s)
         self.scaler: Scaling | None = None  # once somebody scales
         self._max_queue = max_queue
-        self._early_fetch = early_fetch
+        self._early_fetch, self._in_time = early_fetch, in_time
         self._store: StateStore = store or MemoryStore()
         self._recorder = recorder
         self._calls: dict[str, _Call] = {}
         self._recent: deque[tuple[str, dict[str, Any]]] = deque(maxlen=RECENT)
-        self._in_flight = InFlight()
+        self._routing = Routing(pools, clock, early_fetch)
         self._num_unanswered = 0  # sequences without a token yet
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
         self.peers = Peers(self._store, self._facts)
-        self.moves = Moves(pools, self._replicas, self._running)
+        self.moves = Moves(pools, self._routing.replicas, self._running)
 
     # ------------------------------------------------------------------ one call
 
@@ -227,29 +226,25 @@ class Gateway:
 
     async def _run(self, worker: str, seq: _Seq, hand_off: bool) -> AsyncGenerator[Output, None]:
         """What one worker contributes: ends with a finish_reason, or with ``seq.handle`` set."""
-        view = self._view(worker)
-        tokens = 0 if seq.handle else len(seq.request.prompt) + len(seq.output)
-        self._in_flight.add(worker, seq.request.id, tokens, view.load, self.clock())
         held = (worker, seq.request.id)
         if held not in seq.touched:
             seq.touched.append(held)
         seq.at = worker
         if seq.trace.workers[-1:] != [worker]:
             seq.trace.workers.append(worker)
-        timing = Timing()  # as this worker last told it
-        try:
-            async with aclosing(self.pools.submit(worker, seq.submission(hand_off))) as stream:
-                async for output in stream:
-                    self._in_flight.remove(worker, seq.request.id)
-                    if output.timing is not None:
-                        _note_timing(seq.trace, timing, output.timing)
-                        timing = output.timing
-                    seq.handle = output.handle
-                    if output.finish_reason is not None and held in seq.touched:
-                        seq.touched.remove(held)  # nothing of it is left there
-                    yield output
-        finally:
-            self._in_flight.remove(worker, seq.request.id)
+        timing, is_told = Timing(), False  # as this worker last told it
+        async with aclosing(self.pools.submit(worker, seq.submission(hand_off))) as stream:
+            async for output in stream:
+                if output.token is not None and not is_told:
+                    is_told = True
+                    self._routing.answered(worker, seq)
+                if output.timing is not None:
+                    _note_timing(seq.trace, timing, output.timing)
+                    timing = output.timing
+                seq.handle = output.handle
+                if output.finish_reason is not None and held in seq.touched:
+                    seq.touched.remove(held)  # nothing of it is left there
+                yield output
 
     def _reserve(self, seq: _Seq, decision: RouteDecision, promise: KVHandle) -> None:
         """The decode worker may fetch pages while the prefill worker computes the rest."""
@@ -268,9 +263,9 @@ class Gateway:
             raise Unavailable("no worker that takes requests is attached; see /ready")
         if generation.call_id in self._calls:
             raise BadRequest(f"a request with id {generation.id!r} is running", "request_id")
-        refusal = admit(
-            [w.load for w in workers], self._num_unanswered, generation.num_choices, self._max_queue
-        )
+        refusal = self._routing.admit(self._num_unanswered, generation.num_choices, self._max_queue)
+        if refusal is None and self._in_time:
+            refusal = self._routing.admit_in_time(generation)
         call = _Call(generation, [_seq(generation, i) for i in range(generation.num_choices)])
         if refusal is not None:
             call.outcome = "refused"
@@ -285,25 +280,8 @@ class Gateway:
         return call
 
     def _route(self, seq: _Seq) -> RouteDecision:
-        request, generation = seq.request, seq.generation
-        num_tokens = len(request.prompt) + len(seq.output)
-        try:
-            decision = route(
-                num_tokens,
-                request.max_tokens_total,
-                self._replicas(),
-                mode=generation.mode,
-                pinned=() if seq.lost else generation.pinned,
-                avoid=seq.lost,
-            )
-        except NoRoute as error:
-            if error.too_long:
-                raise PromptTooLong(str(error), "prompt") from error
-            raise NoCapacity(str(error)) from error
-        trace = seq.trace
-        trace.mode, trace.reason = decision.mode, decision.reason
-        trace.prefill_worker, trace.decode_worker = decision.prefill, decision.decode
-        trace.candidates = [{**asdict(c), "cost": c.cost} for c in decision.candidates]
+        decision = self._routing.route(seq)
+        note_decision(seq.trace, decision)
         if not seq.output:
             self.metrics.routed(decision.mode)
         return decision
@@ -315,6 +293,7 @@ class Gateway:
         if home is not None:
             seq.trace.num_moves += 1
             seq.rename()
+            self._routing.expect(home, seq)
             return home
         self._let_go(seq)
         seq.handle = None
@@ -345,14 +324,19 @@ class Gateway:
         self.demand.arrived(seq.key, *asked, slo.ttft_s, slo.itl_s, seq.generation.arrived_at)
 
     def _note_token(self, seq: _Seq) -> None:
-        now = self.clock()
+        now, trace = self.clock(), seq.trace
         if seq.first_at:
             gap_s = now - seq.last_at
             self.metrics.next_token(gap_s)
-            self.demand.gaps(1, gap_s > seq.request.slo.itl_s)
+            late = gap_s > seq.request.slo.itl_s
+            self.demand.gaps(1, late)
+            trace.second_s = trace.second_s or gap_s
+            trace.worst_itl_s = max(trace.worst_itl_s, gap_s)
+            trace.late_gaps += late
         else:
             seq.first_at = now
-            self.metrics.first_token(now - seq.generation.arrived_at)
+            note_first_token(trace, now - seq.generation.arrived_at)
+            self.metrics.first_token(trace.ttft_s)
             self._note_answered(seq)
         seq.last_at = now
 
@@ -381,13 +365,18 @@ class Gateway:
         """The answer is complete. What a worker still computes for it is stopped."""
         self._let_go(seq)
         trace = seq.trace
+        self._routing.finished(seq)
         trace.outcome, trace.decode_worker = reason, trace.workers[-1]
         trace.decode_s = max(0.0, seq.last_at - seq.first_at - trace.transfer_s)
         self.demand.finished(len(seq.output))
+        trace.itl_s = (seq.last_at - seq.first_at) / max(1, len(seq.output) - 1)
+        slo = seq.request.slo
         self.metrics.finished(reason, self.clock() - seq.generation.arrived_at, trace)
+        self.metrics.judged(trace, regret(trace, slo.ttft_s, slo.itl_s))
 
     def _let_go(self, seq: _Seq) -> None:
         """Tell every worker that may hold pages of it, a receiver before its source. Idempotent."""
+        self._routing.forget(seq)
         for worker, request_id in reversed(seq.touched):
             self.pools.abort(worker, request_id)
         seq.touched.clear()
@@ -510,31 +499,8 @@ class Gateway:
             return False
         return True
 
-    def _view(self, worker: str) -> WorkerView:
-        for view in self.pools.workers():
-            if view.id == worker:
-                return view
-        raise WorkerLost(f"{worker} is gone")
-
     def _running(self) -> list[_Seq]:
         return [seq for call in self._calls.values() for seq in call.seqs]
-
-    def _replicas(self) -> list[ReplicaView]:
-        """Who takes new work; those that are leaving only when nobody else is there."""
-        now, views = self.clock(), self.pools.workers()
-        staying = [view for view in views if not view.is_leaving]
-        return [self._replica(view, now) for view in staying or views]
-
-    def _replica(self, view: WorkerView, now: float) -> ReplicaView:
-        unreported = self._in_flight.unreported(view.id, view.load, now)
-        return ReplicaView(
-            id=view.id,
-            role=view.role,
-            capacity=_capacity(view),
-            queued_tokens=view.load.queued_tokens + sum(unreported),
-            decode_seqs=view.load.decode_seqs,
-            waiting_seqs=view.load.waiting_seqs + len(unreported),
-        )
 
 
 def _seq(generation: Generation, index: int) -> _Seq:
@@ -548,7 +514,8 @@ def _seq(generation: Generation, index: int) -> _Seq:
         priority=generation.priority,
         cache_salt=generation.cache_salt,
     )
-    return _Seq(request, generation)
+    trace = Trace(ttft_slo_s=generation.slo.ttft_s, itl_slo_s=generation.slo.itl_s)
+    return _Seq(request, generation, trace)
 
 
 def _capacity(view: WorkerView) -> int:

@@ -1,6 +1,7 @@
 """What a client asked for, checked, and what it gets back. Plain values; no text is made here."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from serving.calls import CallDelta
 from workers.core.request import SLO, Sampling
@@ -91,7 +92,19 @@ class Trace:
     decode_worker: str = ""
     reason: str = ""
     workers: list[str] = field(default_factory=list)  # every one that was asked, in order
-    candidates: list[dict[str, object]] = field(default_factory=list)
+    candidates: list[dict[str, Any]] = field(default_factory=list)  # the cheapest first
+    predicted: dict[str, Any] = field(default_factory=dict)  # of the one that was chosen
+    margin: float = 0.0  # price of the other mode, less that of this one
+    ttft_s: float = 0.0  # since it arrived here; what follows are its parts
+    ttft_queue_s: float = 0.0
+    ttft_prefill_s: float = 0.0
+    front_s: float = 0.0  # the rest: the front door, and the way to the worker and back
+    second_s: float = 0.0  # first token to second: a hand-off lies between them
+    itl_s: float = 0.0  # mean gap between tokens
+    worst_itl_s: float = 0.0
+    late_gaps: int = 0  # longer than promised
+    ttft_slo_s: float = 0.0
+    itl_slo_s: float = 0.0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     transfer_s: float = 0.0

@@ -29,6 +29,9 @@ REQUEST_BUCKETS = (
 )
 
 
+RATIO_BUCKETS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
+
+
 class Metrics:
     """One registry per front door. Cheap enough for every token."""
 
@@ -56,6 +59,23 @@ class Metrics:
         )
         self._transfer = self._histogram(
             "evenflow_request_transfer_time_seconds", "Moving KV between workers.", TTFT_BUCKETS
+        )
+        self._ttft_ratio = self._histogram(
+            "evenflow_ttft_predicted_ratio", "Predicted / observed, at routing.", RATIO_BUCKETS
+        )
+        self._itl_ratio = self._histogram(
+            "evenflow_itl_predicted_ratio", "Predicted / observed mean gap.", RATIO_BUCKETS
+        )
+        self._promises = Counter(
+            "evenflow_promises",
+            "Promises of finished answers by kind and whether they were kept.",
+            ["model_name", "promise", "kept"],
+            registry=self._registry,
+        )
+        self._regret = self._labelled(
+            "evenflow_route_regret",
+            "Promises that the other mode was expected to keep and the chosen one broke.",
+            "mode",
         )
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens received.")
         self._tokens = self._counter("vllm:generation_tokens", "Tokens sampled.")
@@ -109,6 +129,18 @@ class Metrics:
         self._decode.observe(trace.decode_s)
         if trace.mode == "disaggregated":
             self._transfer.observe(trace.transfer_s)
+
+    def judged(self, trace: Trace, regret: float) -> None:
+        """What was predicted of a finished answer, against what happened."""
+        predicted = trace.predicted
+        if trace.ttft_s and predicted and not trace.fallback:
+            self._ttft_ratio.observe(predicted["ttft_s"] / trace.ttft_s)
+            if trace.itl_s:
+                self._itl_ratio.observe(predicted["itl_s"] / trace.itl_s)
+        in_time, is_even = trace.ttft_s <= trace.ttft_slo_s, trace.late_gaps == 0
+        self._promises.labels(self._model, "ttft", str(in_time).lower()).inc()
+        self._promises.labels(self._model, "itl", str(is_even).lower()).inc()
+        self._regret.labels(self._model, trace.mode).inc(regret)
 
     def fell_back(self, cause: str) -> None:
         """``cause``: "transfer" or "worker lost"."""

@@ -9,7 +9,8 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
-from serving.core.router import ReplicaView, rehome
+from serving.core.predict import ReplicaView
+from serving.core.router import rehome
 from serving.errors import BadRequest, NotFound, Unavailable
 from serving.pools import DECODE, MIXED, PREFILL, Pools, WorkerView
 from workers.core.request import Request

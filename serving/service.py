@@ -204,6 +204,20 @@ def fetch_status(url: str) -> dict[str, Any]:
     return fetch(url, "/v1/evenflow/status", _trust())
 
 
+def fetch_explanation(url: str, request_id: str) -> dict[str, Any]:
+    """Where a recent request ran and why. ServiceError when there is no such request."""
+    path = f"/v1/evenflow/requests/{quote(request_id, '')}"
+    status, answer = _exchange(url, "GET", path, _trust())
+    try:
+        body: dict[str, Any] = json.loads(answer)
+        if status != http.HTTPStatus.OK:
+            raise ServiceError(str(body["error"]["message"]))
+        body["request_id"]
+    except (ValueError, KeyError, TypeError):
+        raise ServiceError(f"what answers at {url} is not an Evenflow") from None
+    return body
+
+
 def set_role(url: str, worker: str, role: str) -> None:
     """ServiceError says why not."""
     _ask(url, f"/v1/evenflow/workers/{quote(worker, '')}/role", {"role": role})

@@ -6,7 +6,7 @@ when its worker is lost, let go everywhere when it ends.
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from bench.sim.clock import Clock
@@ -17,11 +17,14 @@ from bench.sim.worker import SimWorker, StepReport
 from kvtransfer.core.handle import KVHandle
 from serving.core.admission import admit
 from serving.core.demand import DemandMeter
-from serving.core.inflight import InFlight
-from serving.core.router import AUTO, NoRoute, ReplicaView, rehome, route
+from serving.core.fleet import SEEN_WHOLE, Fleet
+from serving.core.predict import FORGIVEN, Ask
+from serving.core.prefixes import Prefixes, names_of
+from serving.core.router import AUTO, NoRoute, rehome, route
 from workers.core.output import Load
 from workers.core.request import Request, Sequence
 
+NOTHING: dict[str, int] = {}
 MAX_ATTEMPTS = 3  # workers that one call may lose, as live
 
 
@@ -45,13 +48,9 @@ class Attached:
     """A worker as the gateway knows it."""
 
     worker: SimWorker
-    view: ReplicaView  # without what changes
-    load: Load
     channel: Channel
     streams: Streams
     is_leaving: bool = False  # takes nothing new
-    replica: ReplicaView | None = None  # as it looked to the router lately,
-    until: float = 0.0  # which holds so long, unless something is heard from it or sent to it
 
 
 class SimGateway:
@@ -65,6 +64,7 @@ class SimGateway:
         *,
         mode: str = AUTO,
         max_queue: int = 256,
+        seen_whole: int = SEEN_WHOLE,
         ended: Callable[[Call], None],
         holds: bool = False,
     ) -> None:
@@ -74,7 +74,8 @@ class SimGateway:
         self._mode, self._max_queue, self._ended = mode, max_queue, ended
         self._attached: dict[str, Attached] = {}
         self._calls: dict[str, Call] = {}
-        self._in_flight = InFlight()
+        self._fleet = Fleet(random.Random(rng.random()), seen_whole)
+        self._prefixes = Prefixes()
         self._num_unanswered = 0
         self._holds = holds  # requests wait for a worker to start, instead of being refused
         self._held: list[Call] = []
@@ -82,10 +83,12 @@ class SimGateway:
     # ------------------------------------------------------------------ workers
 
     def attach(self, worker: SimWorker) -> None:
-        view = ReplicaView(worker.id, worker.role, worker.spec.capacity)
-        load = Load(num_pages=worker.spec.num_pages, free_pages=worker.spec.num_pages)
+        spec = worker.spec
+        load = Load(num_pages=spec.num_pages, free_pages=spec.num_pages)
+        page_size, pace = spec.layout.page_size, worker.pace()
+        self._fleet.attach(worker.id, worker.role, spec.capacity, page_size, load, pace)
         channel = Channel(self._clock, self._faults, self._rng)
-        self._attached[worker.id] = Attached(worker, view, load, channel, Streams(self.gaps))
+        self._attached[worker.id] = Attached(worker, channel, Streams(self.gaps))
         held, self._held = self._held, []
         for call in held:
             if call.request.id in self._calls:
@@ -97,6 +100,8 @@ class SimGateway:
         for call in calls:
             self._attached[worker_id].streams.leave(call)
         del self._attached[worker_id]
+        self._fleet.detach(worker_id)
+        self._prefixes.drop(worker_id)
         for call in calls:
             self._replay(call, worker_id)
 
@@ -104,13 +109,15 @@ class SimGateway:
         """As live: its streams stay, or move when it is to prefill and others decode."""
         attached = self._attached[worker_id]
         attached.worker.role = role
-        attached.view, attached.replica = replace(attached.view, role=role), None
+        self._fleet.stand(worker_id, role)
         if role == "prefill":
             self._empty(worker_id)
 
     def retire(self, worker_id: str) -> None:
         """It takes nothing new, and its streams go elsewhere."""
-        self._attached[worker_id].is_leaving = True
+        attached = self._attached[worker_id]
+        attached.is_leaving = True
+        self._fleet.stand(worker_id, attached.worker.role, is_leaving=True)
         self._empty(worker_id)
 
     def detach(self, worker_id: str) -> bool:
@@ -120,6 +127,8 @@ class SimGateway:
         if worker.leases.held() or any(call.worker == worker_id for call in self._calls.values()):
             return False
         del self._attached[worker_id]
+        self._fleet.detach(worker_id)
+        self._prefixes.drop(worker_id)
         return True
 
     def heard(self, worker_id: str, note: StepReport) -> None:
@@ -127,7 +136,7 @@ class SimGateway:
         attached = self._attached.get(worker_id)
         if attached is None:
             return
-        attached.load, attached.replica = note.load, None
+        self._fleet.heard(worker_id, note.load, note.pace)
         self._take_tokens(worker_id, attached.streams, note)
         for name in note.fallbacks:
             call = self._calls.get(name)
@@ -166,8 +175,16 @@ class SimGateway:
         self.demand.arrived(request.id, *asked, slo.ttft_s, slo.itl_s, self._clock.now)
         refusal = "" if self._holds else "no worker is attached"
         if self._attached:
-            loads = [attached.load for attached in self._attached.values()]
-            refused = admit(loads, self._num_unanswered, 1, self._max_queue)
+            fleet, step_s = self._fleet, 0.01
+            refused = admit(
+                fleet.num_waiting,
+                fleet.num_prefilling,
+                len(fleet),
+                self._num_unanswered,
+                1,
+                self._max_queue,
+                step_s,
+            )
             refusal = refused.reason if refused else ""
         call = Call(request, outcome, request.slo.itl_s)
         if refusal:
@@ -189,21 +206,36 @@ class SimGateway:
             self._end(call, "aborted")
 
     def _route(self, call: Call) -> None:
-        request, now = call.request, self._clock.now
+        now, fleet = self._clock.now, self._fleet
+        ask = self._ask(call)
         try:
-            decision = route(
-                len(request.prompt) + len(call.output),
-                request.max_tokens_total,
-                self._replicas(now),
-                mode=self._mode,
-                avoid=call.lost,
-            )
+            views = fleet.some(now, ask.cached, call.lost)
+            demand = fleet.demand(now)
+            decision = route(ask, views, now, mode=self._mode, avoid=call.lost, demand=demand)
         except NoRoute as error:
             self._end(call, f"no route: {error}")
             return
         call.outcome.mode = decision.mode
         call.decode = decision.decode
+        fleet.sent(decision.prefill, call.request.id, ask, now, decodes_at=decision.decode)
+        for worker in {decision.prefill, decision.decode} if call.names else ():
+            self._prefixes.add(call.names, worker, fleet.capacity(worker))
         self._run(call, decision.prefill, decision.is_split, None)
+
+    def _ask(self, call: Call) -> Ask:
+        request = call.request
+        if request.prompt and not request.cache_salt:  # else it shares with nobody
+            call.names = call.names or names_of(request.prompt, "")
+        return Ask(
+            tokens=len(request.prompt) + len(call.output),
+            total_tokens=request.max_tokens_total,
+            output_tokens=min(self._fleet.output_tokens, request.sampling.max_tokens),
+            brief=1.0 if request.sampling.max_tokens <= FORGIVEN else self._fleet.brief,
+            slo=request.slo,
+            priority=request.priority,
+            waited_s=self._clock.now - request.arrived_at,
+            cached=self._prefixes.found(call.names) if call.names else NOTHING,
+        )
 
     def _run(self, call: Call, worker_id: str, hand_off: bool, handle: KVHandle | None) -> None:
         attached = self._attached.get(worker_id)
@@ -211,9 +243,6 @@ class SimGateway:
             self._replay(call, worker_id)
             return
         request = call.request
-        tokens = 0 if handle else len(request.prompt) + len(call.output)
-        self._in_flight.add(worker_id, request.id, tokens, attached.load, self._clock.now)
-        attached.replica = None
         if worker_id not in call.touched:
             call.touched.append(worker_id)
         self._collect(call)
@@ -228,8 +257,10 @@ class SimGateway:
             return
         home, call.target = call.target or call.decode, ""
         if not self._takes_new(home):
-            total = call.request.max_tokens_total
-            home = rehome(total, self._replicas(self._clock.now), (worker_id, *call.lost)) or ""
+            total, homes = call.request.max_tokens_total, self._fleet.everybody(self._clock.now)
+            home = rehome(total, homes, (worker_id, *call.lost)) or ""
+        if home and home != call.decode:
+            self._fleet.expect(home, call.request.id, self._ask(call))
         if home:
             self._run(call, home, False, handle)
         else:  # nobody else is there: back to where it was, computed again
@@ -240,7 +271,8 @@ class SimGateway:
         """Let the streams of a worker move to where they do better."""
         attached, now = self._attached[worker_id], self._clock.now
         for call in [call for call in self._calls.values() if call.worker == worker_id]:
-            homes = [r for r in self._replicas(now) if attached.is_leaving or r.role != "prefill"]
+            everybody = self._fleet.everybody(now)
+            homes = [r for r in everybody if attached.is_leaving or r.role != "prefill"]
             home = rehome(call.request.max_tokens_total, homes, (worker_id, *call.lost))
             if home is not None:
                 call.target = home
@@ -250,7 +282,7 @@ class SimGateway:
         """What the client has is kept and goes along."""
         self._collect(call)
         call.outcome.num_replays += 1
-        self._forget(worker_id, call)
+        self._fleet.forget(call.request.id)
         self._let_go(call)
         call.worker = ""
         call.lost.append(worker_id)
@@ -268,8 +300,7 @@ class SimGateway:
 
     def _end(self, call: Call, why: str) -> None:
         self._collect(call)
-        if call.worker:
-            self._forget(call.worker, call)
+        self._fleet.forget(call.request.id)
         self._let_go(call)
         if not call.is_answered:
             call.is_answered = True
@@ -281,11 +312,12 @@ class SimGateway:
         outcome = call.outcome
         outcome.reason, outcome.last_at = why, call.last_at
         outcome.num_output, outcome.num_late = len(call.output), call.num_late
+        self._fleet.finished(outcome.num_output)
         self._ended(call)
 
     def _answered(self, call: Call, worker_id: str) -> None:
         """Its first token from there has come."""
-        self._forget(worker_id, call)
+        self._fleet.answered(worker_id, call.request.id)
         if not call.is_answered:
             call.is_answered = True
             self.demand.answered(call.request.id, self._clock.now)
@@ -296,13 +328,6 @@ class SimGateway:
         attached = self._attached.get(call.worker)
         if attached is not None:
             attached.streams.leave(call)
-
-    def _forget(self, worker_id: str, call: Call) -> None:
-        """It is no longer on its way to the worker: reported, or over."""
-        self._in_flight.remove(worker_id, call.request.id)
-        attached = self._attached.get(worker_id)
-        if attached is not None:
-            attached.replica = None
 
     def _let_go(self, call: Call) -> None:
         """A receiver before its source."""
@@ -318,24 +343,3 @@ class SimGateway:
     def _takes_new(self, worker_id: str) -> bool:
         attached = self._attached.get(worker_id)
         return attached is not None and not attached.is_leaving
-
-    def _replicas(self, now: float) -> list[ReplicaView]:
-        """Who takes new work; those that are leaving only when nobody else is there."""
-        everybody = self._attached.values()
-        staying = [a for a in everybody if not a.is_leaving] or everybody
-        return [self._replica(attached, now) for attached in staying]
-
-    def _replica(self, attached: Attached, now: float) -> ReplicaView:
-        if attached.replica is None or now >= attached.until:
-            view, load = attached.view, attached.load
-            unreported = self._in_flight.unreported(view.id, load, now)
-            attached.until = self._in_flight.holds_until(view.id, now)
-            attached.replica = ReplicaView(
-                view.id,
-                view.role,
-                view.capacity,
-                load.queued_tokens + sum(unreported),
-                load.decode_seqs,
-                load.waiting_seqs + len(unreported),
-            )
-        return attached.replica

@@ -34,6 +34,7 @@ class Call:
     lost: list[str] = field(default_factory=list)
     steps_before: int = 0  # as it joined the streams of its worker: what these had seen by then
     late_before: int = 0
+    names: tuple[int, ...] = ()  # of its prompt's blocks, where prompts share some
 
     def take(self, num_tokens: int, at: float) -> None:
         """The client gets the next tokens that the sequence has made, the last of them now."""

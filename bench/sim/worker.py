@@ -120,6 +120,7 @@ class SimWorker:
         self.is_dead = False
         self.busy_s = 0.0  # spent in steps
         self.num_steps = 0
+        self._num_transfers = 0
         self._clock, self._links, self._tell = clock, links, report
         self._inbox: list[Callable[[], None]] = []
         self._is_stepping = False
@@ -327,11 +328,17 @@ class SimWorker:
         return KVHandle(seq.id, self.id, self.id, seq.num_computed, len(pages), self.spec.layout)
 
     def _fetch(self, seq: Sequence) -> None:
-        skip = seq.num_cached // self.pool.page_size
-        self._links.fetch(self, seq, skip, lambda landed: self._fetched(seq, landed))
+        skip, began = seq.num_cached // self.pool.page_size, self._clock.now
+        self._links.fetch(self, seq, skip, lambda landed: self._fetched(seq, skip, began, landed))
 
-    def _fetched(self, seq: Sequence, landed: bool) -> None:
+    def _fetched(self, seq: Sequence, skip: int, began: float, landed: bool) -> None:
         if not self.is_dead:
+            handle = seq.handle
+            if landed and handle is not None and self._num_transfers < LEARN_ALL:
+                self._num_transfers += 1
+                num_bytes = (handle.num_pages - skip) * handle.layout.page_bytes
+                latency = self.scheduler.latency
+                latency.observe_transfer(num_bytes, self._clock.now - began, handle.source)
             self._inbox.append(lambda: self._fetch_ended(seq, landed))
             self._turn()
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from protos import evenflow_pb2 as pb
 from serving.errors import BadRequest
+from serving.explain import lines
 from serving.gateway import Gateway
 from serving.generation import Delta, Final, PromptLogprob, TokenLogprobs, TokenText
 from serving.messages import load_to_wire
@@ -21,6 +22,7 @@ OPTIONAL = (
 )
 REPEATED = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 DECISIONS = 12  # shown with the status
+OBSERVED = ("ttft_s", "front_s", "itl_s", "worst_itl_s", "ttft_slo_s", "itl_slo_s", "margin")
 
 
 # ---------------------------------------------------------------------------- requests
@@ -176,6 +178,18 @@ def _final(final: Final) -> pb.Final:
 
 def route(trace: Json) -> pb.Route:
     return pb.Route(**{field.name: trace[field.name] for field in pb.Route.DESCRIPTOR.fields})
+
+
+def explanation(found: Json) -> pb.Explanation:
+    fields = [field.name for field in pb.Way.DESCRIPTOR.fields]
+    return pb.Explanation(
+        request_id=found["request_id"],
+        route=route(found),
+        outcome=found["outcome"],
+        ways=[pb.Way(**{name: way[name] for name in fields}) for way in found["candidates"]],
+        text="\n".join(lines(found)),
+        **{name: found[name] for name in OBSERVED},
+    )
 
 
 def status(gateway: Gateway, tenant: str) -> pb.Status:

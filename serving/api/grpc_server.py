@@ -184,9 +184,7 @@ class _Cluster(services.ClusterServicer):  # type: ignore[misc]  # generated, un
         async with _answering(context):
             caller = _caller(context, self._intake.settings)
             found = await self._intake.explain(request.request_id, caller)
-            return pb.Explanation(
-                request_id=request.request_id, route=wire.route(found), outcome=found["outcome"]
-            )
+            return wire.explanation(found)
 
     async def SetRole(self, request: pb.SetRoleRequest, context: Context) -> pb.SetRoleResponse:
         async with _answering(context):

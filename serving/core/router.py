@@ -1,65 +1,84 @@
 """Which workers serve a request, and why. Mixed serving is the case prefill == decode.
 
-Costs are in *tokens of wait*: how many prompt tokens' worth of computing somebody waits.
+Every way is predicted (``serving/core/predict.py``) and priced, in promises broken:
 
-    wait    prompt tokens queued at the prefill worker, and the prompt itself
-    harm    its running decodes, each slowed by every chunk of the prompt that rides with them
-    move    handing the KV over, when the decode worker is another one
-    crowd   the streams already on the decode worker, and the prompts that will ride with this one
+    price = late      chance that the request's own promises (first token, gaps) are broken
+          + harm      promises to others that are broken for it: prompts behind it, running streams
+          + PER_COST  * its GPU seconds, in units of what it costs where it is cheapest
+          + PER_WAIT  * its predicted time to first token, in units of what was promised
+          + ROLE      for each worker that would rather do something else
 
-A role is a preference: workers whose role does not fit serve only when no fitting one exists.
-Disaggregated has to be clearly cheaper, because it keeps two workers busy. Predicted seconds
-replace these costs once workers report a latency model.
+The cheapest way wins; disaggregated has to be clearly cheaper than mixed, for it keeps two workers
+and the way between them busy. Roles are preferences.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
+from typing import TypeVar
+
+from serving.core.predict import (
+    Ask,
+    Demand,
+    Prompt,
+    ReplicaView,
+    Stream,
+    decode_step_s,
+    gap_after,
+    late_again,
+    late_gap,
+    prompt_on,
+    stream_on,
+)
 
 AUTO, MIXED, DISAGGREGATED = "auto", "mixed", "disaggregated"
 
-HARM = 0.25  # of a prompt token, felt by each decode that it rides with
-MOVE_TOKENS = 32.0  # a hand-off, whatever its size
-MOVE = 0.1  # per prompt token handed off
-CROWD_TOKENS = 8.0  # per stream on the decode worker
-KEPT = 4  # workers weighed on each side; the rest cost more
-MARGIN = 0.8  # disaggregated costs at most this part of mixed, or stays mixed
+PER_COST = 0.02
+PER_WAIT = 0.05
+ROLE = 0.3
+MARGIN = 0.01  # promises; disaggregated is at least so much cheaper, or it stays mixed
+KEPT = 4  # halves of each kind that are combined
+SAME_COST, MOST_COST = 1.1, 10.0  # times the least: up to the one, and from the other on, no matter
+MOST_WAIT = 20.0  # promises of first tokens; later than this is all the same
+SHOWN = 16  # workers that a refusal names
 
-SERVE_MIXED = {"mixed": 0, "decode": 1, "prefill": 2}  # role -> rank, the least is preferred
+NO_DEMAND = Demand()
+
+# role -> how little it likes to serve a prompt, a stream, or both
+SERVE_MIXED = {"mixed": 0, "decode": 1, "prefill": 2}
 SERVE_PREFILL = {"prefill": 0, "mixed": 1, "decode": 2}
 SERVE_DECODE = {"decode": 0, "mixed": 1, "prefill": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaView:
-    """A worker's load as last reported, plus what this gateway sent it since."""
-
-    id: str
-    role: str
-    capacity: int  # tokens that fit its empty pool and its context
-    queued_tokens: int = 0
-    decode_seqs: int = 0
-    waiting_seqs: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to serve the request, with its price in tokens of wait."""
+    """One way to serve the request, and what is predicted of it."""
 
     prefill: str
     decode: str
-    wait: float
-    harm: float
-    move: float
-    crowd: float
-
-    @property
-    def cost(self) -> float:
-        return self.wait + self.harm + self.move + self.crowd
+    queue_s: float
+    prefill_s: float
+    transfer_s: float  # of the KV, as far as it does not happen while the prompt is computed
+    itl_s: float
+    late_ttft: float  # chance that the first token comes later than promised
+    late_itl: float  # chance that gaps are longer than promised
+    harm: float  # promises to other requests that it breaks
+    gpu_s: float
+    price: float
 
     @property
     def is_split(self) -> bool:
         return self.prefill != self.decode
+
+    @property
+    def ttft_s(self) -> float:
+        """From now on."""
+        return self.queue_s + self.prefill_s
+
+    @property
+    def loss(self) -> float:
+        """Promises that are expected to be broken."""
+        return 1.0 - (1.0 - self.late_ttft) * (1.0 - self.late_itl) + self.harm
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +98,16 @@ class RouteDecision:
     def mode(self) -> str:
         return DISAGGREGATED if self.is_split else MIXED
 
+    @property
+    def chosen(self) -> Candidate:
+        pair = (self.prefill, self.decode)
+        return next(c for c in self.candidates if (c.prefill, c.decode) == pair)
+
+    @property
+    def other(self) -> Candidate | None:
+        """The cheapest way in the other mode."""
+        return next((c for c in self.candidates if c.is_split != self.is_split), None)
+
 
 class NoRoute(Exception):
     """No worker can serve it. ``too_long``: not even when all of them are idle."""
@@ -89,15 +118,16 @@ class NoRoute(Exception):
 
 
 def route(
-    prompt_tokens: int,
-    total_tokens: int,
+    ask: Ask,
     replicas: Sequence[ReplicaView],
+    now: float,
     *,
     mode: str = AUTO,
     pinned: Sequence[str] = (),
     avoid: Collection[str] = (),
+    demand: Demand = NO_DEMAND,
 ) -> RouteDecision:
-    """The cheapest way to serve a request that may grow to ``total_tokens``.
+    """The cheapest way to serve a request.
 
     ``pinned`` names the worker, or the prefill and the decode worker. Workers in ``avoid`` (they
     just failed this request) are used only when nobody else is left, and a mode that they alone
@@ -106,18 +136,17 @@ def route(
     if not replicas:
         raise NoRoute("no worker is attached")
     if pinned:
-        return _pinned(prompt_tokens, total_tokens, replicas, mode, pinned)
+        return _pinned(ask, replicas, now, mode, pinned)
     usable = [r for r in replicas if r.id not in avoid] or list(replicas)
-    mixed = [] if mode == DISAGGREGATED else _mixed(prompt_tokens, total_tokens, usable)
-    split: list[Candidate] = []
+    halves = _Halves(ask, usable, now, demand)
+    ways = [] if mode == DISAGGREGATED else halves.mixed(mode)
     if mode != MIXED:
-        share = mode == DISAGGREGATED or not mixed  # else mixed workers share by routing alone
-        split = _split(prompt_tokens, total_tokens, usable, share)
-    if not mixed and not split and avoid and mode != AUTO:
-        return route(prompt_tokens, total_tokens, replicas, avoid=avoid)
-    if not mixed and not split:
-        raise _no_route(prompt_tokens, total_tokens, usable, mode)
-    return _decide(prompt_tokens, mixed, split, mode)
+        ways += halves.split(mode, share=not ways)
+    if not ways and avoid and mode != AUTO:
+        return route(ask, replicas, now, avoid=avoid, demand=demand)
+    if not ways:
+        raise _no_route(ask, usable, mode)
+    return _decide(ask, ways, mode)
 
 
 def rehome(
@@ -130,95 +159,141 @@ def rehome(
 
 
 def _as_home(r: ReplicaView) -> tuple[int, float, str]:
-    crowd = CROWD_TOKENS * (r.decode_seqs + r.waiting_seqs) + HARM * r.queued_tokens
+    streams, context = r.decode_seqs + r.coming_seqs, r.context_tokens + r.coming_tokens
+    crowd = decode_step_s(r.pace, streams + r.waiting_seqs, context + r.queued_tokens)
     return SERVE_DECODE[r.role], crowd, r.id
 
 
-def _decide(
-    prompt_tokens: int, mixed: list[Candidate], split: list[Candidate], mode: str
-) -> RouteDecision:
-    best_mixed = min(mixed, key=_price, default=None)
-    best_split = min(split, key=_price, default=None)
-    ranked = tuple(sorted(mixed + split, key=_price))
-    if best_split is None or (best_mixed and best_split.cost > MARGIN * best_mixed.cost):
-        assert best_mixed is not None
-        chosen, other = best_mixed, best_split
-    else:
-        chosen, other = best_split, best_mixed
-    reason = _describe(prompt_tokens, chosen)
+def _decide(ask: Ask, ways: list[Candidate], mode: str) -> RouteDecision:
+    ways.sort(key=_price)
+    chosen = ways[0]
+    if chosen.is_split:
+        mixed = next((c for c in ways if not c.is_split), None)
+        if mixed is not None and mixed.price - chosen.price < MARGIN:
+            chosen = mixed
+    other = next((c for c in ways if c.is_split != chosen.is_split), None)
+    reason = describe(ask, chosen)
     if mode != AUTO:
         reason += "; the request asked for this mode"
     elif other is not None:
-        reason += f"; {_name(other)} would cost {other.cost:.0f}"
+        reason += f"; {compare(chosen, other)}"
     else:
         reason += "; no worker offers the other mode"
-    return RouteDecision(chosen.prefill, chosen.decode, reason, ranked)
+    return RouteDecision(chosen.prefill, chosen.decode, reason, tuple(ways))
 
 
-def _mixed(prompt: int, total: int, replicas: Sequence[ReplicaView]) -> list[Candidate]:
-    fit = [r for r in replicas if r.capacity >= total]
-    rank = min((SERVE_MIXED[r.role] for r in fit), default=None)
-    fit = [r for r in fit if SERVE_MIXED[r.role] == rank]
-    best = nsmallest(KEPT, fit, key=lambda r: (_wait(prompt, r) + _crowd(r), _crowd(r), r.id))
-    return [_candidate(prompt, r, r) for r in best]
+class _Halves:
+    """The request's prompt and its stream on each of the workers, and what pairs of them cost."""
+
+    def __init__(
+        self, ask: Ask, replicas: Sequence[ReplicaView], now: float, demand: Demand
+    ) -> None:
+        self.ask, yard = ask, replicas[0].pace
+        self.prompts = [prompt_on(ask, r, now, yard) for r in replicas if r.capacity >= ask.tokens]
+        self.streams = [stream_on(ask, r, yard) for r in replicas if r.capacity >= ask.total_tokens]
+        self._least_s = min((p.gpu_s for p in self.prompts), default=0.0) + min(
+            (s.gpu_s for s in self.streams), default=0.0
+        )
+        self._demand, self._shares = demand, [p.share for p in self.prompts]
+
+    def mixed(self, mode: str) -> list[Candidate]:
+        """Each worker by itself; when mixed was asked for, those whose role fits best."""
+        by_id = {s.worker.id: s for s in self.streams}
+        pairs = [(p, s) for p in self.prompts if (s := by_id.get(p.worker.id)) is not None]
+        if mode == MIXED:
+            pairs = _best_rank(pairs, lambda p, s: SERVE_MIXED[p.worker.role])
+        return nsmallest(KEPT, (self.pair(p, s) for p, s in pairs), key=_price)
+
+    def split(self, mode: str, share: bool) -> list[Candidate]:
+        """Pairs of the best halves; when disaggregated was asked for, of the roles that fit best.
+        A pair costs about what its halves cost, so the best are among the best halves. ``share``
+        lets two mixed workers be a pair; otherwise these share by routing alone."""
+        if mode == DISAGGREGATED:
+            prompts = _of_each_role(self.prompts, self._prompt_price)
+            streams = _of_each_role(self.streams, self._stream_price)
+        else:
+            prompts = nsmallest(KEPT, self.prompts, key=self._prompt_price)
+            streams = nsmallest(KEPT, self.streams, key=self._stream_price)
+        pairs = [
+            (p, s)
+            for p in prompts
+            for s in streams
+            if p.worker.id != s.worker.id
+            and (share or (p.worker.role, s.worker.role) != ("mixed", "mixed"))
+        ]
+        if mode == DISAGGREGATED:
+            pairs = _best_rank(
+                pairs, lambda p, s: SERVE_PREFILL[p.worker.role] + SERVE_DECODE[s.worker.role]
+            )
+        return [self.pair(p, s) for p, s in pairs]
+
+    def pair(self, p: Prompt, s: Stream) -> Candidate:
+        ask, is_split = self.ask, p.worker.id != s.worker.id
+        late_ttft, late_itl, room_s, moved_s = p.late, s.late, s.room_s, 0.0
+        if is_split:
+            moved_s = s.worker.pace.transfer_s(p.last_tokens) + room_s
+            gap_s = gap_after(p.queue_s + p.prefill_s, moved_s, s)
+            gap = late_gap(gap_s, ask, s.worker.pace.spread)
+            late_itl = 1.0 - (1.0 - late_itl) * (1.0 - gap)
+        elif room_s:  # the prompt itself waits for room
+            late_ttft = late_again(ask, p, room_s)
+        queue_s = p.queue_s if is_split else p.queue_s + room_s
+        gpu_s, harm = p.gpu_s + s.gpu_s, p.harm + s.harm + self._spoiled(s)
+        roles = SERVE_PREFILL[p.worker.role] + SERVE_DECODE[s.worker.role]
+        price = (
+            1.0 - (1.0 - late_ttft) * (1.0 - late_itl) + harm
+            + PER_COST * min(MOST_COST, max(0.0, gpu_s / self._least_s - SAME_COST))
+            + self._wait_price(queue_s + p.prefill_s)
+            + ROLE * (roles if is_split else SERVE_MIXED[p.worker.role])
+        )  # fmt: skip
+        return Candidate(
+            p.worker.id, s.worker.id, queue_s, p.prefill_s, moved_s, s.itl_s,
+            late_ttft, late_itl, harm, gpu_s, price,
+        )  # fmt: skip
+
+    def _wait_price(self, ttft_s: float) -> float:
+        return PER_WAIT * min(MOST_WAIT, ttft_s / max(1e-3, self.ask.slo.ttft_s))
+
+    def _spoiled(self, s: Stream) -> float:
+        """Prompts to come that a stream keeps from a worker whose role is to compute them."""
+        if s.worker.role != "prefill":
+            return 0.0
+        return self._demand.unserved(self._shares, s.taken_s)
+
+    def _prompt_price(self, p: Prompt) -> float:
+        wait = self._wait_price(p.queue_s + p.prefill_s)
+        return p.late + p.harm + wait + ROLE * SERVE_PREFILL[p.worker.role]
+
+    def _stream_price(self, s: Stream) -> float:
+        cost = PER_COST * s.gpu_s / self._least_s
+        return (
+            s.late
+            + s.harm
+            + self._spoiled(s)
+            + cost
+            + ROLE * SERVE_DECODE[s.worker.role]
+            + s.room_s
+        )
 
 
-def _split(
-    prompt: int, total: int, replicas: Sequence[ReplicaView], share: bool
-) -> list[Candidate]:
-    """Pairs of the best rank. A pair costs what its halves cost, so the cheapest pair is one of
-    the cheapest halves; ``share`` lets two mixed workers be a pair."""
-    prefills = _cheapest(
-        [r for r in replicas if r.capacity >= prompt], lambda r: (_wait(prompt, r), r.id)
-    )
-    decodes = _cheapest(
-        [r for r in replicas if r.capacity >= total], lambda r: (_crowd(r) + _ride(r), r.id)
-    )
-    pairs = [
-        (SERVE_PREFILL[p.role] + SERVE_DECODE[d.role], p, d)
-        for p in prefills
-        for d in decodes
-        if p.id != d.id and (share or (p.role, d.role) != ("mixed", "mixed"))
-    ]
-    best = min((rank for rank, _, _ in pairs), default=None)
-    return [_candidate(prompt, p, d) for rank, p, d in pairs if rank == best]
+Half = TypeVar("Half", Prompt, Stream)
 
 
-def _cheapest(
-    replicas: Sequence[ReplicaView], price: Callable[[ReplicaView], tuple[float, str]]
-) -> list[ReplicaView]:
-    """A few of each role."""
-    roles = {r.role for r in replicas}
-    by_role = ([r for r in replicas if r.role == role] for role in sorted(roles))
-    return [r for group in by_role for r in nsmallest(KEPT, group, key=price)]
+def _of_each_role(halves: Sequence[Half], price: Callable[[Half], float]) -> list[Half]:
+    roles = sorted({half.worker.role for half in halves})
+    groups = ([h for h in halves if h.worker.role == role] for role in roles)
+    return [half for group in groups for half in nsmallest(KEPT, group, key=price)]
 
 
-def _wait(prompt: int, p: ReplicaView) -> float:
-    return p.queued_tokens + prompt + HARM * p.decode_seqs * prompt
-
-
-def _crowd(d: ReplicaView) -> float:
-    return CROWD_TOKENS * (d.decode_seqs + d.waiting_seqs)
-
-
-def _ride(d: ReplicaView) -> float:
-    return HARM * d.queued_tokens
-
-
-def _candidate(prompt: int, p: ReplicaView, d: ReplicaView) -> Candidate:
-    is_split = p.id != d.id
-    return Candidate(
-        prefill=p.id,
-        decode=d.id,
-        wait=float(p.queued_tokens + prompt),
-        harm=HARM * p.decode_seqs * prompt,
-        move=MOVE_TOKENS + MOVE * prompt if is_split else 0.0,
-        crowd=_crowd(d) + (_ride(d) if is_split else 0.0),
-    )
+def _best_rank(
+    pairs: list[tuple[Prompt, Stream]], rank: Callable[[Prompt, Stream], int]
+) -> list[tuple[Prompt, Stream]]:
+    best = min((rank(p, s) for p, s in pairs), default=0)
+    return [(p, s) for p, s in pairs if rank(p, s) == best]
 
 
 def _pinned(
-    prompt: int, total: int, replicas: Sequence[ReplicaView], mode: str, pinned: Sequence[str]
+    ask: Ask, replicas: Sequence[ReplicaView], now: float, mode: str, pinned: Sequence[str]
 ) -> RouteDecision:
     by_id = {r.id: r for r in replicas}
     for name in pinned:
@@ -227,35 +302,59 @@ def _pinned(
     p, d = by_id[pinned[0]], by_id[pinned[-1]]
     if mode != AUTO and (mode == DISAGGREGATED) != (p is not d):
         raise NoRoute(f"mode {mode} does not fit the pinned workers {', '.join(pinned)}")
-    if p.capacity < prompt or d.capacity < total:
-        raise _no_route(prompt, total, [p, d], mode)
-    chosen = _candidate(prompt, p, d)
-    return RouteDecision(p.id, d.id, f"{_describe(prompt, chosen)}; pinned", (chosen,))
+    if p.capacity < ask.tokens or d.capacity < ask.total_tokens:
+        raise _no_route(ask, [p, d], mode)
+    halves = _Halves(ask, [p, d], now, NO_DEMAND)
+    chosen = halves.pair(halves.prompts[0], halves.streams[-1])
+    return RouteDecision(p.id, d.id, f"{describe(ask, chosen)}; pinned", (chosen,))
 
 
-def _no_route(prompt: int, total: int, usable: Sequence[ReplicaView], mode: str) -> NoRoute:
-    names = ", ".join(f"{r.id} ({r.role}, {r.capacity} tokens)" for r in usable)
+def _no_route(ask: Ask, usable: Sequence[ReplicaView], mode: str) -> NoRoute:
+    names = ", ".join(f"{r.id} ({r.role}, {r.capacity} tokens)" for r in usable[:SHOWN])
     if mode == DISAGGREGATED and len(usable) < 2:
         return NoRoute(f"mode disaggregated needs two workers; attached: {names}")
     return NoRoute(
-        f"the prompt of {prompt} tokens may grow to {total}, which no worker for mode {mode} can "
-        f"hold: {names}",
+        f"the prompt of {ask.tokens} tokens may grow to {ask.total_tokens}, which no worker for "
+        f"mode {mode} can hold: {names}",
         too_long=True,
     )
 
 
 def _price(candidate: Candidate) -> tuple[float, float, str, str]:
-    return candidate.cost, candidate.crowd, candidate.prefill, candidate.decode
+    return candidate.price, candidate.itl_s, candidate.prefill, candidate.decode
 
 
-def _name(candidate: Candidate) -> str:
+def name_of(candidate: Candidate) -> str:
     if candidate.is_split:
         return f"disaggregated over {candidate.prefill} to {candidate.decode}"
     return f"mixed on {candidate.prefill}"
 
 
-def _describe(prompt: int, c: Candidate) -> str:
-    text = f"{_name(c)}: {prompt} prompt tokens behind {c.wait - prompt:.0f} queued"
-    if c.harm:
-        text += f", slowing {c.harm / (HARM * prompt):.0f} decodes"
-    return f"{text} (cost {c.cost:.0f})"
+def describe(ask: Ask, c: Candidate) -> str:
+    """One way in one line."""
+    text = (
+        f"{name_of(c)}: {ask.tokens} prompt tokens, first token expected in {_time(c.ttft_s)} "
+        f"({_time(c.queue_s)} of it in the queue), then one every {_time(c.itl_s)}"
+    )
+    if c.is_split:
+        text += f", {_time(c.transfer_s)} to move the KV"
+    return text
+
+
+def compare(chosen: Candidate, other: Candidate) -> str:
+    """Why not the other way."""
+    text = (
+        f"{name_of(other)} would have its first token in {_time(other.ttft_s)}, then one every "
+        f"{_time(other.itl_s)}"
+    )
+    if other.loss - chosen.loss >= 0.005:
+        return f"{text}, and break {other.loss - chosen.loss:.2f} promises more"
+    if other.price < chosen.price:
+        return f"{text}, which is not enough better to keep two workers busy"
+    if other.gpu_s > 1.05 * chosen.gpu_s:
+        return f"{text}, and cost {other.gpu_s / chosen.gpu_s:.1f} times as much computing"
+    return f"{text}, and keep two workers busy" if other.is_split else text
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from serving.auth import ApiKey, Keyring, digest
+from serving.explain import lines
 from serving.pools import Submission
 from tests.fakes import Event, FakePools, hashed, scripted, worker
 from tests.front import (
@@ -395,6 +396,12 @@ async def test_status_and_explain_tell_where_requests_ran() -> None:
     assert (told["mode"], told["outcome"]) == ("disaggregated", "length")
     assert told["workers"] == ["prefill-0", "decode-0"]
     assert told["candidates"] and "disaggregated over prefill-0" in told["reason"]
+    assert told["predicted"]["decode"] == "decode-0" and told["ttft_slo_s"] == 2.0
+    parts = told["ttft_queue_s"] + told["ttft_prefill_s"] + told["front_s"]
+    assert parts >= told["ttft_s"] > 0, "scripted workers claim more time than passed"
+    text = "\n".join(lines(told))
+    assert "ran in disaggregated mode: prefill-0 read the prompt, decode-0 wrote" in text
+    assert "first token after" in text and "promised" in text
     assert "prompt" not in told
 
 

@@ -19,8 +19,8 @@ class Pace:
     spread: float = 0.1  # of the log of observed / predicted, over steps with prompts
     prompt_margin: float = 1.3  # nearly all steps with prompts stay below so many predictions
     decode_margin: float = 1.3  # and those without
-    link_fixed_s: float = 2e-3  # of moving pages here from another worker
-    link_byte_s: float = 1e-9
+    link_fixed_s: float = 1e-3  # of moving pages here from another worker
+    link_byte_s: float = 1e-10
     token_bytes: int = 0  # of KV
     max_tokens: int = 2048  # of a step
     max_seqs: int = 256

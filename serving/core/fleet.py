@@ -1,0 +1,272 @@
+"""The workers as one gateway knows them: what they reported last, and what it sent them since.
+
+Reports are late, so a burst between two of them would all go to one worker without the second part.
+Small fleets are looked at whole; of a large one each request sees a few workers of each role, drawn
+by lot, and those that hold the beginning of its prompt, so that routing costs the same at any size.
+"""
+
+import random
+from bisect import insort
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import exp
+
+from serving.core.predict import FORGIVEN, Ask, Demand, Queued, ReplicaView, queued
+from workers.core.output import Load
+from workers.core.pace import Pace
+
+SETTLE_S = 0.05  # a report this soon after a submission may have crossed it on the way
+SEEN_WHOLE = 16  # workers; of more, each request sees some
+DRAWN = 6  # of each role
+HOLDERS = 2  # of the beginning of a prompt
+FIRST_OUTPUT = 128.0  # tokens of an answer, until some have been seen
+OUTPUT_GAIN = 0.02
+DEMAND_S = 10.0  # over which it is counted what prompts come
+MIN_SEEN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """One submission, with the load that the worker had reported at that time."""
+
+    tokens: int
+    load: Load
+    at: float
+
+
+@dataclass(slots=True, eq=False)
+class _Seat:
+    """One worker. What is sent is kept until it is answered; ``sent`` until a report covers it."""
+
+    id: str
+    role: str
+    capacity: int
+    page_size: int
+    load: Load
+    pace: Pace = field(default_factory=Pace)
+    sent: dict[str, _Sent] = field(default_factory=dict)
+    queue: list[Queued] = field(default_factory=list)
+    coming: dict[str, tuple[int, float]] = field(default_factory=dict)  # tokens, promised gap
+    is_leaving: bool = False  # takes nothing new
+    view: ReplicaView | None = None  # None: something has changed
+
+    def look(self, now: float) -> ReplicaView:
+        if self.sent:
+            self.view = None
+            self.sent = {
+                key: s
+                for key, s in self.sent.items()
+                if now - s.at < SETTLE_S or s.load is self.load or s.load == self.load
+            }
+        if self.view is None:
+            self.view = self._view()
+        return self.view
+
+    def _view(self) -> ReplicaView:
+        load = self.load
+        tokens = sum(s.tokens for s in self.sent.values())
+        queue = tuple(self.queue)
+        promised = [itl_s for _, itl_s in self.coming.values()]
+        if load.promised_itl_s:
+            promised.append(load.promised_itl_s)
+        return ReplicaView(
+            self.id,
+            self.role,
+            self.capacity,
+            load.queued_tokens + tokens,
+            load.decode_seqs,
+            load.waiting_seqs + len(self.sent),
+            load.context_tokens,
+            len(self.coming),
+            sum(tokens for tokens, _ in self.coming.values()),
+            len(self.coming.keys() - {entry.key for entry in queue}),
+            load.free_pages * self.page_size - tokens,
+            min(promised, default=0.0),
+            queue,
+            self.pace,
+        )
+
+
+class Fleet:
+    """``rng`` draws the workers that a request sees when they are many."""
+
+    def __init__(self, rng: random.Random | None = None, seen_whole: int = SEEN_WHOLE) -> None:
+        self._rng, self._seen_whole = rng or random.Random(0), seen_whole
+        self._seats: dict[str, _Seat] = {}
+        self._open: list[_Seat] = []  # take something new; all when nobody does
+        self._by_role: dict[str, list[str]] = {}  # of these
+        self._at: dict[str, set[str]] = {}  # request -> workers that have something of it
+        self.output_tokens = FIRST_OUTPUT  # of recent answers, their mean
+        self.brief = 0.5  # part of them that had at most FORGIVEN tokens
+        self._work, self._prompt_s, self._work_at = 0.0, 0.0, 0.0
+        self._since: float | None = None  # the first prompt
+        self.num_waiting = self.num_prefilling = 0  # sequences, as last reported
+
+    # ------------------------------------------------------------------ workers
+
+    def attach(
+        self,
+        id: str,
+        role: str,
+        capacity: int,
+        page_size: int,
+        load: Load,
+        pace: Pace | None = None,
+    ) -> None:
+        self._seats[id] = _Seat(id, role, capacity, page_size, load, pace or Pace())
+        self._count(load, 1)
+        self._sort()
+
+    def detach(self, id: str) -> None:
+        seat = self._seats.pop(id, None)
+        if seat is not None:
+            self._count(seat.load, -1)
+            self._sort()
+
+    def heard(self, id: str, load: Load, pace: Pace | None = None, role: str = "") -> None:
+        """A worker has reported."""
+        seat = self._seats[id]
+        self._count(seat.load, -1)
+        self._count(load, 1)
+        seat.load, seat.view = load, None
+        if pace is not None:
+            seat.pace = pace
+        if role and role != seat.role:
+            self.stand(id, role)
+
+    def stand(self, id: str, role: str, is_leaving: bool = False) -> None:
+        """What the worker wants to do from now on; one that is leaving takes nothing new."""
+        seat = self._seats[id]
+        seat.role, seat.is_leaving, seat.view = role, is_leaving, None
+        self._sort()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._seats)
+
+    def __len__(self) -> int:
+        return len(self._seats)
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._seats
+
+    def load(self, id: str) -> Load:
+        return self._seats[id].load
+
+    def stance(self, id: str) -> tuple[str, bool]:
+        """Its role, and whether it is leaving."""
+        seat = self._seats[id]
+        return seat.role, seat.is_leaving
+
+    @property
+    def step_s(self) -> float:
+        """The longest of the workers' last steps."""
+        return max((seat.load.step_s for seat in self._seats.values()), default=0.0)
+
+    def capacity(self, id: str) -> int:
+        return self._seats[id].capacity
+
+    def _count(self, load: Load, sign: int) -> None:
+        self.num_waiting += sign * load.waiting_seqs
+        self.num_prefilling += sign * (load.running_seqs - load.decode_seqs)
+
+    def _sort(self) -> None:
+        self._by_role = {}
+        everybody = list(self._seats.values())
+        self._open = [seat for seat in everybody if not seat.is_leaving] or everybody
+        for seat in self._open:
+            self._by_role.setdefault(seat.role, []).append(seat.id)
+
+    # ------------------------------------------------------------------ looking
+
+    def look(self, id: str, now: float) -> ReplicaView:
+        return self._seats[id].look(now)
+
+    def everybody(self, now: float) -> list[ReplicaView]:
+        """Who takes new work; those that are leaving only when nobody else is there."""
+        return [seat.look(now) for seat in self._open]
+
+    def some(
+        self, now: float, cached: Mapping[str, int], avoid: Collection[str] = ()
+    ) -> list[ReplicaView]:
+        """Those that a request chooses from."""
+        if len(self._open) <= self._seen_whole:
+            return self.everybody(now)
+        names: dict[str, None] = {}
+        for group in self._by_role.values():
+            few = len(group) <= DRAWN
+            names.update(dict.fromkeys(group if few else self._rng.sample(group, DRAWN)))
+        known = [id for id in cached if id in self._seats]
+        best = sorted(known, key=lambda id: (-cached[id], id))[:HOLDERS]
+        names.update(dict.fromkeys(id for id in best if not self._seats[id].is_leaving))
+        if all(name in avoid for name in names):
+            return self.everybody(now)
+        return [self._seats[name].look(now) for name in names]
+
+    # ------------------------------------------------------------------ requests
+
+    def sent(self, worker: str, key: str, ask: Ask, now: float, *, decodes_at: str) -> None:
+        """A prompt goes to ``worker``, its stream to ``decodes_at`` afterwards."""
+        seat = self._seats[worker]
+        entry = queued(ask, seat.look(now), now, key)
+        insort(seat.queue, entry)
+        self._arrived(entry.work_s, now)
+        seat.sent[key] = _Sent(ask.tokens, seat.load, now)
+        seat.view = None
+        self._at.setdefault(key, set()).add(worker)
+        self.expect(decodes_at, key, ask)
+
+    def expect(self, worker: str, key: str, ask: Ask) -> None:
+        """A stream will go on there."""
+        seat = self._seats.get(worker)
+        if seat is not None:
+            seat.coming[key] = (ask.tokens, ask.slo.itl_s)
+            seat.view = None
+            self._at.setdefault(key, set()).add(worker)
+
+    def answered(self, worker: str, key: str) -> None:
+        """The worker has made a token of it: what it reports contains it. Idempotent."""
+        seat = self._seats.get(worker)
+        places = self._at.get(key)
+        if seat is None or places is None or worker not in places:
+            return
+        self._clear(seat, key)
+        places.discard(worker)
+        if not places:
+            del self._at[key]
+
+    def forget(self, key: str) -> None:
+        """It is over, or starts again elsewhere. Idempotent."""
+        for worker in self._at.pop(key, ()):
+            seat = self._seats.get(worker)
+            if seat is not None:
+                self._clear(seat, key)
+
+    def demand(self, now: float) -> Demand:
+        """The prompts of the last seconds."""
+        if self._since is None:
+            return Demand(len(self._open))
+        seen = 1.0 - exp((self._since - now - MIN_SEEN_S) / DEMAND_S)  # of the time that counts
+        work = self._work * exp((self._work_at - now) / DEMAND_S) / seen
+        return Demand(len(self._open), work, self._prompt_s)
+
+    def _arrived(self, work_s: float, now: float) -> None:
+        self._work = self._work * exp((self._work_at - now) / DEMAND_S) + work_s / DEMAND_S
+        self._work_at = now
+        gain = OUTPUT_GAIN
+        if self._since is None:
+            self._since, gain = now, 1.0
+        self._prompt_s += gain * (work_s - self._prompt_s)
+
+    def finished(self, output_tokens: int) -> None:
+        """An answer had so many tokens."""
+        self.output_tokens += OUTPUT_GAIN * (output_tokens - self.output_tokens)
+        self.brief += OUTPUT_GAIN * ((output_tokens <= FORGIVEN) - self.brief)
+
+    def _clear(self, seat: _Seat, key: str) -> None:
+        seat.sent.pop(key, None)
+        seat.coming.pop(key, None)
+        for i, entry in enumerate(seat.queue):
+            if entry.key == key:
+                del seat.queue[i]
+                break
+        seat.view = None
