@@ -30,7 +30,7 @@ STEP = 2**0.125  # between neighbouring rates
 MAX_STEPS = 48  # from the trace's own rate
 MIN_REQUESTS = 150
 NUM_SLICES = 4  # for the last comparison
-COMPARE_S = 30.0  # of load in each
+COMPARE_S = 20.0  # of load in each
 LADDER = (0.5, 0.8, 1.25)  # of the best capacity: drawn beside 1
 MAX_SEQS = 256
 UNBOUNDED = 1 << 20
@@ -47,7 +47,7 @@ class Round:
     max_runs: int  # for each plan
 
 
-ROUNDS = (Round(10.0, 4, 2, 4), Round(20.0, 2, 2, 3), Round(45.0, 2, 1, 4))
+ROUNDS = (Round(6.0, 4, 2, 4), Round(12.0, 2, 2, 3), Round(30.0, 2, 1, 4))
 
 
 @dataclass(frozen=True, slots=True)
