@@ -1,10 +1,11 @@
 """How far to trust the twin: its figures beside figures that others measured or published.
 
+    python -m bench.sim.validate --live [--seconds 60]
     python -m bench.sim.validate --published [--profiles ../shared/profiles]
 
-Prints one row per figure and writes ``bench/results/sim_published.jsonl``. The LLMServingSim rows
-need that project's profile of the GPU, which is not in this repository; without it they are left
-out, and the output says so.
+Prints one row per figure and writes ``bench/results/sim_live.jsonl`` or ``sim_published.jsonl``.
+The LLMServingSim rows need that project's profile of the GPU, which is not in this repository;
+without it they are left out, and the output says so.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from rich.table import Table
 
 from bench.report import percentile, save
 from bench.sim.cluster import Cluster, Pool
+from bench.sim.fidelity import LAYOUTS, Cell, live_cells
 from bench.sim.latency import Link
 from bench.sim.layers import llmservingsim
 from bench.sim.outcome import Outcome
@@ -33,6 +35,7 @@ from workers.core.policy import Limits
 
 PROFILES = Path(__file__).parents[3] / "shared" / "profiles"
 UNBOUNDED = 1 << 20
+LIVE_TOLERANCE = 0.10
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +118,13 @@ def distserve_rows() -> Iterator[Row]:
     rates = [_bisect(seed) for seed in range(9)]
     name = "requests/s per GPU, median of 9 draws"
     yield Row("DistServe, OPT-13B", name, 1.56, statistics.median(rates), "/s", 0.05)
-    arrivals = _distserve_workload(3 * 1.56, 0).arrivals
-    theirs = percentile(_their_ttfts(arrivals), 90)
-    ours = percentile([o.ttft_s for o in _distserve_run(3 * 1.56, 0)], 90)
+    arrivals = distserve_workload(3 * 1.56, 0).arrivals
+    theirs = percentile(their_ttfts(arrivals), 90)
+    ours = percentile([o.ttft_s for o in distserve_run(3 * 1.56, 0)], 90)
     yield Row("DistServe, OPT-13B", "TTFT p90 of one draw, their rule", theirs, ours, "s", 0.05)
 
 
-def _their_ttfts(arrivals: Sequence[Arrival]) -> list[float]:
+def their_ttfts(arrivals: Sequence[Arrival]) -> list[float]:
     """DistServe's simulated prefill worker: whatever waits is the next batch, in order."""
     times = distserve("facebook/opt-13b", 2)
     ttfts: list[float] = []
@@ -139,20 +142,20 @@ def _bisect(seed: int) -> float:
     low, high = 0.0, 5.0
     while high - low > 0.25:
         rate = (low + high) / 2
-        outcomes = _distserve_run(3 * rate, seed)
+        outcomes = distserve_run(3 * rate, seed)
         ttft_s = percentile([o.ttft_s for o in outcomes], 90)
         tpot_s = percentile([o.tpot_s for o in outcomes], 90)
         low, high = (rate, high) if ttft_s <= 0.2 and tpot_s <= 0.1 else (low, rate)
     return low
 
 
-def _distserve_workload(rate: float, seed: int) -> Workload:
+def distserve_workload(rate: float, seed: int) -> Workload:
     with (CATALOGUE / "distserve_sharegpt_lengths.csv").open(newline="") as file:
         lengths = [(int(row["prompt"]), int(row["output"])) for row in csv.DictReader(file)]
     return synthetic("sharegpt", lengths, poisson(rate, random.Random(seed)))
 
 
-def _distserve_run(rate: float, seed: int) -> list[Outcome]:
+def distserve_run(rate: float, seed: int) -> list[Outcome]:
     layout = KVLayout("opt-13b", 40, 40, 128, 16, "float16")
     fast = Link(0.0, 300e9)
     first, second = distserve("facebook/opt-13b", 2, fast), distserve("facebook/opt-13b", 1, fast)
@@ -161,7 +164,7 @@ def _distserve_run(rate: float, seed: int) -> list[Outcome]:
         Pool("prefill", 1, WorkerSpec(first, prompts, first.max_tokens // 16, layout)),
         Pool("decode", 1, WorkerSpec(second, Limits(UNBOUNDED), second.max_tokens // 16, layout)),
     ]
-    workload = _distserve_workload(rate, seed)
+    workload = distserve_workload(rate, seed)
     return Cluster(pools, mode="disaggregated", max_queue=UNBOUNDED).run(workload).outcomes
 
 
@@ -197,14 +200,49 @@ def show(rows: list[Row], missing: list[str]) -> None:
         out.print(f"left out: {reason}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="The twin's figures beside published ones.")
-    parser.add_argument("--published", action="store_true", required=True)
-    parser.add_argument("--profiles", type=Path, default=PROFILES, help="folder of shared profiles")
-    args = parser.parse_args()
+def show_live(cells: list[Cell]) -> None:
+    table = Table(title="Live runs and the twin's, same arrivals")
+    for name in ("layout", "load", "figure"):
+        table.add_column(name)
+    for name in ("measured ms", "twin ms", "off"):
+        table.add_column(name, justify="right")
+    for cell in cells:
+        values = [f"{cell.measured * 1000:.1f}", f"{cell.twin * 1000:.1f}", f"{cell.off:+.1%}"]
+        style = "" if abs(cell.off) <= LIVE_TOLERANCE else "bold red"
+        table.add_row(cell.layout, f"{cell.load} of capacity", cell.figure, *values, style=style)
+    out.print(table)
+    within = sum(abs(cell.off) <= LIVE_TOLERANCE for cell in cells)
+    out.print(f"{within} of {len(cells)} figures within {LIVE_TOLERANCE:.0%}")
+
+
+def run_live(args: argparse.Namespace) -> None:
+    cells: list[Cell] = []
+    about: dict[str, object] = {}
+    for layout in args.layouts:
+        found, about[layout] = live_cells(layout, args.parts, args.seconds, args.seed)
+        cells += found
+    show_live(cells)
+    save("sim_live", [{**asdict(cell), "off": cell.off} for cell in cells], about=about)
+
+
+def run_published(args: argparse.Namespace) -> None:
     rows, missing = published(args.profiles)
     show(rows, missing)
     save("sim_published", [{**asdict(row), "off": row.off} for row in rows], left_out=missing)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The twin's figures beside others.")
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--published", action="store_true", help="beside those of papers")
+    kind.add_argument("--live", action="store_true", help="beside a live run on this machine")
+    parser.add_argument("--profiles", type=Path, default=PROFILES, help="folder of shared profiles")
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
+    parser.add_argument("--parts", nargs="+", type=float, default=[0.5, 0.85], help="of capacity")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    run_live(args) if args.live else run_published(args)
 
 
 if __name__ == "__main__":
