@@ -17,7 +17,6 @@ import grpc
 
 from kvtransfer.core.handle import KVHandle
 from kvtransfer.deadline import Deadline
-from kvtransfer.leases import Ready
 from kvtransfer.transport import TransferError
 from protos import evenflow_pb2 as pb
 from protos import evenflow_pb2_grpc as rpc
@@ -111,8 +110,8 @@ class Endpoint(Protocol):
 
     def send(self, request: pb.SendRequest) -> Future[pb.SendResponse]: ...
 
-    def ready(self, request_id: str, num_pages: int, incarnation: str) -> Future[Ready | None]:
-        """Done once more than ``num_pages`` of a promised request may be sent; see ``Leases``."""
+    def ready(self, request: pb.ReadyRequest) -> Future[pb.ReadyResponse]:
+        """Done once more pages of a promised request may be sent, or are being sent."""
         ...
 
     def renew(self, request_ids: Sequence[str], incarnation: str) -> list[str]:
@@ -140,17 +139,13 @@ class _Pages(rpc.PagesServicer):  # type: ignore[misc]  # generated, untyped
             await _refuse(context, error)
 
     async def Ready(self, request: pb.ReadyRequest, context: Context) -> pb.ReadyResponse:
-        name = request.request_id
         try:
-            waiting = self._endpoint.ready(name, request.num_pages, request.incarnation)
-            ready = await asyncio.wait_for(asyncio.wrap_future(waiting), request.timeout_s)
-            if ready is None:
-                raise NoLease(f"no lease for {name}")
+            waiting = asyncio.wrap_future(self._endpoint.ready(request))
+            return await asyncio.wait_for(waiting, request.timeout_s)
         except TransferError as error:
             await _refuse(context, error)
         except TimeoutError:
-            await _refuse(context, TransferError(f"{name} makes no progress"))
-        return pb.ReadyResponse(num_pages=ready.num_pages, is_complete=ready.is_complete)
+            await _refuse(context, TransferError(f"{request.request_id} makes no progress"))
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
         return pb.RenewResponse(gone=self._endpoint.renew(request.request_ids, request.incarnation))
@@ -186,14 +181,8 @@ class PagesClient:
     def send(self, source: str, request: pb.SendRequest, deadline: Deadline) -> pb.SendResponse:
         return self._call(source, "Send", request, deadline)
 
-    def ready(self, handle: KVHandle, num_pages: int, deadline: Deadline) -> pb.ReadyResponse:
-        request = pb.ReadyRequest(
-            request_id=handle.request_id,
-            incarnation=handle.incarnation,
-            num_pages=num_pages,
-            timeout_s=deadline.left_s("Ready"),
-        )
-        return self._call(handle.source, "Ready", request, deadline)
+    def ready(self, source: str, request: pb.ReadyRequest, deadline: Deadline) -> pb.ReadyResponse:
+        return self._call(source, "Ready", request, deadline)
 
     def renew(self, handle: KVHandle, deadline: Deadline) -> bool:
         request = pb.RenewRequest(request_ids=[handle.request_id], incarnation=handle.incarnation)

@@ -22,3 +22,11 @@ class Deadline:
         if left <= 0:
             raise TransferError(f"timed out before {what}")
         return left
+
+    def at_most(self, timeout_s: float) -> "Deadline":
+        """This one, or one in so many seconds if that is earlier."""
+        return Deadline(min(self.at, time.monotonic() + timeout_s))
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self.at

@@ -26,6 +26,7 @@ from kvtransfer.transport import TransferError
 from protos import evenflow_pb2 as pb
 
 log = logging.getLogger(__name__)
+MAX_REMEMBERED = 1024  # of what a receiver asked for, to know a message that comes twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +49,19 @@ class _Outgoing:
         self.pair: Pair | None = None
         self.is_dead = False
         self.num_queued = 0
-        self._next_transfer = 0
+        self.num_sent = 0  # transfers so far; on the pair's own thread
+        self._asked: OrderedDict[int, None] = OrderedDict()  # the receiver's newest numbers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-send")
         self._thread.submit(self._join, rendezvous, device)
 
-    def submit(self, transfer: int, work: Callable[[], None]) -> None:
-        """Queue the pair's next transfer; NoPair when it has failed or the numbers disagree."""
-        if self.is_dead or transfer != self._next_transfer:
-            raise NoPair(f"transfer {transfer}: the pair is closed, or at {self._next_transfer}")
-        self._next_transfer += 1
+    def submit(self, work: Callable[[], None], ask: int | None = None) -> None:
+        """Queue a transfer; NoPair when the pair has failed, or ``ask`` was asked before."""
+        if self.is_dead or ask in self._asked:
+            raise NoPair(f"transfer {ask}: the pair is closed, or it was asked before")
+        if ask is not None:
+            self._asked[ask] = None
+            if len(self._asked) > MAX_REMEMBERED:
+                self._asked.popitem(last=False)
         self.num_queued += 1
         self._thread.submit(work)
 
@@ -82,6 +87,18 @@ class _Outgoing:
             self.pair = Pair(rendezvous, device)
         except RuntimeError as error:
             log.warning("could not join a pair: %s", error)
+
+
+def _add_sent(
+    answer: Future[pb.ReadyResponse], response: pb.ReadyResponse, sent: "Future[pb.SendResponse]"
+) -> None:
+    """The promise may have been revoked meanwhile, or the pair have failed."""
+    error = sent.exception()
+    if error is None:
+        response.sent.CopyFrom(sent.result())
+        answer.set_result(response)
+    else:
+        answer.set_exception(error)
 
 
 class PageSource:
@@ -138,18 +155,61 @@ class PageSource:
         deadline = Deadline.after(request.timeout_s)
         answer: Future[pb.SendResponse] = Future()
         with self._lock:
-            outgoing = self._pairs.get(request.target)
-            if outgoing is None or outgoing.generation != request.generation:
-                raise NoPair(f"no pair of generation {request.generation}")
+            outgoing = self._pair(request.target, request.generation)
             outgoing.submit(
-                request.transfer, lambda: self._serve(outgoing, request, deadline, answer)
+                lambda: self._serve(outgoing, request, deadline, answer), request.transfer
             )
-            self._pairs.move_to_end(request.target)
         return answer
 
-    def ready(self, request_id: str, num_pages: int, incarnation: str) -> Future[Ready | None]:
-        self._check_incarnation(incarnation)
-        return self._leases.ready(request_id, num_pages)
+    def ready(self, request: pb.ReadyRequest) -> Future[pb.ReadyResponse]:
+        """On the thread that makes the pages ready, their sending is queued as well."""
+        self._check_incarnation(request.incarnation)
+        answer: Future[pb.ReadyResponse] = Future()
+        waiting = self._leases.ready(request.request_id, request.num_pages)
+        waiting.add_done_callback(lambda done: self._go_on(request, done, answer))
+        answer.add_done_callback(lambda done: done.cancelled() and waiting.cancel())
+        return answer
+
+    def _go_on(
+        self,
+        request: pb.ReadyRequest,
+        waiting: "Future[Ready | None]",
+        answer: Future[pb.ReadyResponse],
+    ) -> None:
+        if waiting.cancelled() or not answer.set_running_or_notify_cancel():
+            return
+        ready = waiting.result()
+        if ready is None:
+            answer.set_exception(NoLease(f"no lease for {request.request_id}"))
+            return
+        response = pb.ReadyResponse(num_pages=ready.num_pages, is_complete=ready.is_complete)
+        sent = self._send_ready(request, ready) if ready.num_pages > request.num_pages else None
+        if sent is None:
+            answer.set_result(response)
+        else:
+            sent.add_done_callback(lambda done: _add_sent(answer, response, done))
+
+    def _send_ready(self, request: pb.ReadyRequest, ready: Ready) -> Future[pb.SendResponse] | None:
+        """What is ready, over a pair that is up; else the receiver has to ask for it."""
+        send = pb.SendRequest(
+            request_id=request.request_id, first_page=request.num_pages, stop_page=ready.num_pages
+        )
+        deadline, answer = Deadline.after(request.timeout_s), Future[pb.SendResponse]()
+        with self._lock:
+            try:
+                outgoing = self._pair(request.target, request.generation)
+                outgoing.submit(lambda: self._serve(outgoing, send, deadline, answer))
+            except NoPair:
+                return None
+        return answer
+
+    def _pair(self, target: str, generation: int) -> _Outgoing:
+        """Under the lock. NoPair."""
+        outgoing = self._pairs.get(target)
+        if outgoing is None or outgoing.generation != generation:
+            raise NoPair(f"no pair of generation {generation}")
+        self._pairs.move_to_end(target)
+        return outgoing
 
     def renew(self, request_ids: Sequence[str], incarnation: str) -> list[str]:
         is_ours = incarnation == self._incarnation
@@ -180,15 +240,18 @@ class PageSource:
         failure: str | None = None
         try:
             if not answer.set_running_or_notify_cancel():
-                raise TransferError("the receiver no longer waits")
+                return  # the receiver no longer waits, and nothing has been announced
             if outgoing.pair is None:
                 raise TransferError("the pair never came up")
             with self._staging.lend() as memory:
                 cargo = self._load(outgoing.pair, request, memory)
+                number, outgoing.num_sent = outgoing.num_sent, outgoing.num_sent + 1
                 answer.set_result(
-                    pb.SendResponse(num_pages=cargo.num_pages, checksum=cargo.checksum)
+                    pb.SendResponse(
+                        num_pages=cargo.num_pages, checksum=cargo.checksum, transfer=number
+                    )
                 )
-                self._send(outgoing.pair, cargo.buffer, request.transfer, deadline)
+                self._send(outgoing.pair, cargo.buffer, number, deadline)
         except NoLease as error:
             answer.set_exception(error)
         except Exception as error:  # this thread has no caller to tell

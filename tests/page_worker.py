@@ -23,6 +23,7 @@ from kvtransfer.leases import Leases
 from kvtransfer.pair import PIECE_BYTES, Pair
 from kvtransfer.source import Cargo, PageSource
 from kvtransfer.staging import Memory
+from kvtransfer.transport import TransferError
 
 HOST = "127.0.0.1"
 
@@ -65,6 +66,29 @@ class Slow(PageSource):
     def _send(self, pair: Pair, buffer: Tensor, transfer: int, deadline: Deadline) -> None:
         time.sleep(1.0)
         pair.send(buffer, transfer, deadline)
+
+
+class Forgetful(PageSource):
+    """Announces its first transfer, and never sends it."""
+
+    has_forgotten = False
+
+    def _send(self, pair: Pair, buffer: Tensor, transfer: int, deadline: Deadline) -> None:
+        if self.has_forgotten:
+            return super()._send(pair, buffer, transfer, deadline)
+        self.has_forgotten = True
+        time.sleep(max(0.0, deadline.at - time.monotonic()))
+        raise TransferError("dropped on purpose")
+
+
+class Counting(PageSource):
+    """Knows how often it was asked to send."""
+
+    num_asked = 0
+
+    def send(self, request: Any) -> Any:
+        self.num_asked += 1
+        return super().send(request)
 
 
 class PageWorker:

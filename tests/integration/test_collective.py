@@ -10,11 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.core.handle import KVLayout
+from kvtransfer.core.handle import KVHandle, KVLayout
 from kvtransfer.source import PageSource
 from kvtransfer.transport import TransferError
 from tests.page_worker import (
+    Counting,
     FlippedBit,
+    Forgetful,
     KilledHalfWay,
     PageWorker,
     RemoteWorker,
@@ -247,6 +249,70 @@ def test_a_slow_source_times_out_and_the_next_generation_works(
     assert not any(local.read([1, 2]))
     local.fetch(handle, [1, 2])
     assert local.read([1, 2]) == source.read([1, 2])
+    eventually(lambda: source.held() == {})
+
+
+def test_a_transfer_that_got_lost_holds_up_no_other(
+    open_local: Callable[..., PageWorker],
+) -> None:
+    """FAULTS 61, 75: others go round it, and it ends by its own deadline."""
+    local, source = open_local(SMALL), open_local(SMALL, Forgetful)
+    source.fill(4)
+    lost, others = source.lease("lost", [1, 2]), [source.lease(f"r{i}", [3 + i]) for i in range(6)]
+    ended: list[str] = []
+
+    def wait_for_lost() -> None:
+        with pytest.raises(TransferError):
+            local.fetch(lost, [1, 2], timeout_s=8.0)
+        ended.append("lost")
+
+    thread = threading.Thread(target=wait_for_lost)
+    thread.start()
+    eventually(lambda: source.endpoint.has_forgotten)  # type: ignore[attr-defined]
+    for i, handle in enumerate(others):
+        local.fetch(handle, [10 + i], timeout_s=7.0)
+        ended.append(handle.request_id)
+    thread.join()
+    assert ended[-1] == "lost", ended
+    assert local.read([10 + i for i in range(6)]) == source.read([3 + i for i in range(6)])
+    assert not any(local.read([1, 2]))
+    local.fetch(lost, [1, 2])  # its lease is still there
+    assert local.read([1, 2]) == source.read([1, 2])
+
+
+def test_what_becomes_ready_is_sent_without_being_asked_for(
+    open_local: Callable[..., PageWorker],
+) -> None:
+    """Once a pair is up, the answer that says how far the source is also announces the bytes."""
+    local, source = open_local(SMALL), open_local(SMALL, Counting)
+    source.fill(4)
+    where = (source.address, source.incarnation, 6 * SMALL.page_size, 6, SMALL)
+    handles = [KVHandle(name, *where) for name in ("a", "b", "c")]
+    local.fetch(source.lease("warm", [30]), [30])
+    assert source.endpoint.num_asked == 1  # type: ignore[attr-defined]
+    pages = {h.request_id: [1 + 6 * i + j for j in range(6)] for i, h in enumerate(handles)}
+    threads = [
+        threading.Thread(
+            target=local.transport.fetch_early, args=(h, pages[h.request_id], 10.0), daemon=True
+        )
+        for h in handles
+    ]
+    for name in pages:
+        source.leases.promise(name, pages[name], 0)
+    for thread in threads:
+        thread.start()
+    for num_ready in (2, 3, 5):
+        for name in pages:
+            source.leases.promise(name, pages[name], num_ready)
+        time.sleep(0.02)
+    for name in pages:
+        source.leases.grant(name, pages[name], 6 * SMALL.page_size)
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    everything = [page for name in pages for page in pages[name]]
+    assert local.read(everything) == source.read(everything)
+    assert source.endpoint.num_asked == 1  # type: ignore[attr-defined]
     eventually(lambda: source.held() == {})
 
 
