@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from bench.report import percentile
 from bench.sim.scenarios import SCENARIOS, Scenario, judge
 from serving.core.autoscaler import Autoscaler
 from serving.core.capacity import Fleet, StepCosts, Work, pressure
@@ -198,3 +199,32 @@ def test_constant_load_changes_little(load: float) -> None:
     """FAULTS 95: of one worker's capacity, for ten minutes after settling."""
     flat = Scenario("flat", lambda t: 1.9 * load, constant=((0.0, 900.0),))
     assert judge(flat, seed=1).broken == []
+
+
+def test_a_replica_that_still_starts_goes_before_one_that_runs() -> None:
+    """FAULTS 99: what was asked for and is no longer needed is taken back; nobody is cut."""
+    brief = Scenario(
+        "brief", lambda t: 4.0 if t < 60 else 0.5, until_s=600.0, start_s=lambda _: 5000.0
+    )
+    verdict = judge(brief, seed=0)
+    events = [(event.decision.kind, event.decision.target) for event in verdict.scaled.events]
+    assert verdict.broken == []
+    assert events[0][0] == ADD and events[-1] == (REMOVE, 1)
+    assert verdict.scaled.result.summary.num_finished == len(verdict.scaled.result.outcomes)
+
+
+def test_the_signal_of_two_pools_is_what_clients_wait() -> None:
+    """FAULTS 97 and 103: arrival to first token as the client has it, the queue within, in
+    disaggregated mode too."""
+    fixed = {"mixed": None, "prefill": (1, 1, 1), "decode": (1, 1, 1)}
+    scaled = Scenario("two pools", lambda t: 5.0, until_s=120.0, **fixed).run(seed=0)  # type: ignore[arg-type]
+    before = 0.0
+    for at, demand in scaled.seen:
+        waits = [
+            min(o.first_at, at) - o.arrived_at
+            for o in scaled.result.outcomes
+            if o.arrived_at <= at and o.first_at > before
+        ]
+        assert demand.ttft_p90_s == pytest.approx(percentile(waits, 90), rel=0.1)
+        before = at
+    assert max(demand.ttft_p90_s for _, demand in scaled.seen) > 3.0
