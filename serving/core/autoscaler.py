@@ -12,7 +12,7 @@ It knows counts, seconds and promises. It refuses to know Ray, clocks and who ca
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import exp
 
@@ -39,9 +39,11 @@ UP_AT = 1.0  # pressure
 URGENT_AT = 1.5  # not confirmed by a second look
 HELPS_AT = 0.5  # below this pressure, a broken promise without a queue is noise
 DOWN_AT = (0.5, 0.85)  # with one worker less: by how much the load may differ by chance
+DOWN_SIGMAS = 1.5  # of that; what is looked back on is the worst of its time already
 GAIN = 0.9  # a flip brings the pressure down to at most this part
 LATE_PART = 0.01  # of gaps
 MIN_GAPS = 50
+MEASURED_GAIN = 0.25  # what one period's work counts beside those before
 WRONG_FOR_S = 1800.0  # how slowly a prediction that was too good is forgiven
 MAX_WRONG = 3.0
 EVENT_WINDOW_S = 600.0
@@ -78,6 +80,7 @@ class Autoscaler:
         self._episode: _Episode | None = None
         self._trend = Trend()
         self._hold_s = rules.stable_s  # how long nobody may be needed before somebody goes
+        self._measured = Work()
         self._wrong = 1.0  # how far predictions were too good
         self._counters: dict[str, Load] = {}
         self._moved_at: dict[str, float] = {}  # when a worker's step counter last moved
@@ -257,10 +260,10 @@ class Autoscaler:
         changed_s = max(self._cooling(kind, self.rules.down_cool_s, now) for kind in (ADD, FLIP))
         if changed_s > 0 or self._cooling(REMOVE, 2 * self.rules.period_s, now) > 0:
             return calm
-        work = self._hardest().times(self._wrong)
-        margin = UP_AT / (1 + SIGMAS * _chance(demand) * self._burstiness() ** 0.5)
+        works = self._hardest()
+        margin = UP_AT / (1 + DOWN_SIGMAS * _chance(demand) * self._burstiness() ** 0.5)
         for pool in sorted(view.pools, key=lambda pool: -pool.target):
-            num, after = self._spare(view, pool, work, max(DOWN_AT[0], min(DOWN_AT[1], margin)))
+            num, after = self._spare(view, pool, works, max(DOWN_AT[0], min(DOWN_AT[1], margin)))
             if num:
                 return ScaleDecision(
                     REMOVE,
@@ -274,17 +277,17 @@ class Autoscaler:
         return calm
 
     def _spare(
-        self, view: View, pool: PoolStats, work: Work, margin: float
+        self, view: View, pool: PoolStats, works: Sequence[Work], margin: float
     ) -> tuple[int, Pressure]:
         """How many of a pool are not needed, whichever Serve takes, after one flip at most."""
         assert self._costs is not None
         roles = Counter(worker.role for worker in pool.workers)
         starting, late = pool.num_starting, pool.num_starting - view.counted[pool.name]
         most = min(self.rules.max_step, pool.target - pool.min_workers)
-        fleet, num, at = view.fleet, min(late, most), self._best(view.fleet, work)
+        fleet, num, at = view.fleet, min(late, most), self._best(view.fleet, works)
         while num < most:  # those that start go first
             gone = [pool.role] if num < starting else [role for role in roles if roles[role]]
-            options = [(self._best(fleet.plus(role, -1), work), role) for role in gone]
+            options = [(self._best(fleet.plus(role, -1), works), role) for role in gone]
             if not options:
                 break
             after, role = max(options, key=lambda option: option[0].worst)
@@ -295,12 +298,14 @@ class Autoscaler:
                 roles[role] -= 1
         return num, at
 
-    def _best(self, fleet: Fleet, work: Work) -> Pressure:
+    def _best(self, fleet: Fleet, works: Sequence[Work]) -> Pressure:
         assert self._costs is not None
         fleets = [fleet]
         if self.rules.flips:
             fleets += [fleet.flipped(a, b) for a, b in FLIPS if getattr(fleet, a) > 1]
-        return min((pressure(f, work, self._costs) for f in fleets), key=lambda p: p.worst)
+        costs = self._costs
+        hardest = [max((pressure(f, w, costs) for w in works), key=_worst) for f in fleets]
+        return min(hardest, key=_worst)
 
     # ------------------------------------------------------------------ what is asked for
 
@@ -356,16 +361,19 @@ class Autoscaler:
         streams = sum(load.decode_seqs for load in loads.values())
         held = sum(load.context_tokens for load in loads.values())
         context = held / streams if streams else 0.0
-        return Work(
-            prefill=costs.prompt_token_s * prompts_s,
-            decode=tokens * (costs.decode_s + costs.context_s * context) if streams else 0.0,
-            tokens=tokens,
+        decode = tokens * (costs.decode_s + costs.context_s * context) if streams else 0.0
+        old, gain = self._measured, MEASURED_GAIN
+        self._measured = Work(
+            prefill=old.prefill + gain * (costs.prompt_token_s * prompts_s - old.prefill),
+            decode=old.decode + gain * (decode - old.decode),
+            tokens=old.tokens + gain * (tokens - old.tokens),
             context=context,
             held=float(held),
             spread=0.0,
             ttft_slo_s=1e9,
             itl_slo_s=1e9,
         )
+        return self._measured
 
     def _remember(self, work: Work, num_arrived: int, now: float) -> None:
         self._wrong = 1 + (self._wrong - 1) * exp(-self.rules.period_s / WRONG_FOR_S)
@@ -376,13 +384,16 @@ class Autoscaler:
         while self._past[0][0] < now - self._hold_s:
             self._past.popleft()
 
-    def _hardest(self) -> Work:
-        """Of the last minutes."""
+    def _hardest(self) -> tuple[Work, ...]:
+        """Of the last minutes: the moments that asked most, in each respect."""
         works = [work for _, work, _ in self._past]
-        hardest = works[0]
-        for work in works[1:]:
-            hardest = hardest.at_least(work)
-        return hardest
+        respects: tuple[Callable[[Work], float], ...] = (
+            lambda work: work.prefill + work.decode,
+            lambda work: work.prefill,
+            lambda work: work.decode,
+            lambda work: work.held,
+        )
+        return tuple(max(works, key=respect).times(self._wrong) for respect in respects)
 
     def _burstiness(self) -> float:
         """Of the last minutes' arrivals: variance of the periods' counts over their mean, which is
@@ -484,6 +495,10 @@ def _chance(demand: DemandStats) -> float:
     mean = demand.steady.prompt_tokens / num
     square = demand.steady.prompt_squares / num
     return float((square / max(mean * mean, 1.0) / num) ** 0.5)
+
+
+def _worst(p: Pressure) -> float:
+    return p.worst
 
 
 def _need(p: Pressure) -> str:
