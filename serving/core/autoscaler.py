@@ -41,8 +41,6 @@ HELPS_AT = 0.5  # below this pressure, a broken promise without a queue is noise
 DOWN_AT = (0.5, 0.85)  # with one worker less: by how much the load may differ by chance
 DOWN_SIGMAS = 1.5  # of that; what is looked back on is the worst of its time already
 GAIN = 0.9  # a flip brings the pressure down to at most this part
-LATE_PART = 0.01  # of gaps
-MIN_GAPS = 50
 MEASURED_GAIN = 0.25  # what one period's work counts beside those before
 WRONG_FOR_S = 1800.0  # how slowly a prediction that was too good is forgiven
 MAX_WRONG = 3.0
@@ -123,7 +121,7 @@ class Autoscaler:
         stuck = not demand.recent.num_arrived and measured.prefill > 0 and not view.num_queued
         hard = self._with_backlog(base, view, demand)
         at_base, at_hard = (pressure(view.fleet, w, self._costs) for w in (base, hard))
-        broken = _broken(demand)
+        broken = demand.broken
         settled = not any(pool.num_starting for pool in view.pools) and all(
             self._cooling(kind, self.rules.settle_s, now) <= 0 for kind in (ADD, FLIP)
         )
@@ -132,7 +130,7 @@ class Autoscaler:
             hard = self._corrected(hard, at_hard)
             at_hard = pressure(view.fleet, hard, self._costs)
         self._remember(hard, demand.recent.num_arrived, now)
-        limit = UP_AT if broken else UP_AT + _chance(demand)
+        limit = UP_AT if broken else UP_AT + demand.chance
         self._num_breaches = self._num_breaches + 1 if at_hard.worst > limit else 0
         if at_hard.worst > limit:
             return self._up(view, hard, at_base, at_hard, broken, now)
@@ -261,7 +259,7 @@ class Autoscaler:
         if changed_s > 0 or self._cooling(REMOVE, 2 * self.rules.period_s, now) > 0:
             return calm
         works = self._hardest()
-        margin = UP_AT / (1 + DOWN_SIGMAS * _chance(demand) * self._burstiness() ** 0.5)
+        margin = UP_AT / (1 + DOWN_SIGMAS * demand.chance * self._burstiness() ** 0.5)
         for pool in sorted(view.pools, key=lambda pool: -pool.target):
             num, after = self._spare(view, pool, works, max(DOWN_AT[0], min(DOWN_AT[1], margin)))
             if num:
@@ -474,27 +472,6 @@ class Autoscaler:
         while self._events and self._events[0] < now - EVENT_WINDOW_S:
             self._events.popleft()
         return len(self._events)
-
-
-def _broken(demand: DemandStats) -> str:
-    """The promises that are not kept, in words; "" when all are."""
-    broken = []
-    ratio = max(demand.ttft_p90_ratio, demand.oldest_ratio)
-    if ratio > 1:
-        broken.append(f"first tokens take {ratio:.1f} times what was promised")
-    if demand.num_gaps >= MIN_GAPS and demand.num_late > LATE_PART * demand.num_gaps:
-        broken.append(f"{demand.num_late / demand.num_gaps:.0%} of the gaps are late")
-    return " and ".join(broken)
-
-
-def _chance(demand: DemandStats) -> float:
-    """By what part the work of the steady window may be off: the standard deviation."""
-    num = demand.steady.num_arrived
-    if not num:
-        return 0.0
-    mean = demand.steady.prompt_tokens / num
-    square = demand.steady.prompt_squares / num
-    return float((square / max(mean * mean, 1.0) / num) ** 0.5)
 
 
 def _worst(p: Pressure) -> float:

@@ -14,6 +14,8 @@ STEADY_S = 60.0  # the window that rates are means of, unless told otherwise
 OUTPUT_GAIN = 0.05  # of the mean length of answers, which changes slowly
 FIRST_OUTPUT = 128.0  # tokens, before any answer has ended; less when nobody asks for so many
 MIN_SPAN_S = 1.0
+LATE_PART = 0.01  # of gaps
+MIN_GAPS = 50
 TREND_S = 120.0  # over which growth is looked for
 MIN_TREND = 6  # periods
 MAX_GROWTH = 2.0
@@ -45,6 +47,26 @@ class DemandStats:
     num_late: int  # of these, longer than promised
     ttft_slo_s: float  # the median promise of ``steady``
     itl_slo_s: float
+
+    @property
+    def broken(self) -> str:
+        """The promises that are not kept, in words; "" when all are."""
+        broken = []
+        ratio = max(self.ttft_p90_ratio, self.oldest_ratio)
+        if ratio > 1:
+            broken.append(f"first tokens take {ratio:.1f} times what was promised")
+        if self.num_gaps >= MIN_GAPS and self.num_late > LATE_PART * self.num_gaps:
+            broken.append(f"{self.num_late / self.num_gaps:.0%} of the gaps are late")
+        return " and ".join(broken)
+
+    @property
+    def chance(self) -> float:
+        """By what part the work of the steady window may be off: the standard deviation."""
+        num = self.steady.num_arrived
+        if not num:
+            return 0.0
+        mean, square = self.steady.prompt_tokens / num, self.steady.prompt_squares / num
+        return float((square / max(mean * mean, 1.0) / num) ** 0.5)
 
 
 @dataclass(slots=True)
