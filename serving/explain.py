@@ -4,7 +4,6 @@ It turns traces into plain values and lines of text. It refuses to know where tr
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from serving.core.router import Candidate, RouteDecision
@@ -16,7 +15,8 @@ MOST_SHOWN = 6  # ways
 def told(candidate: Candidate) -> dict[str, Any]:
     """A way and its predictions as plain values."""
     mode = "disaggregated" if candidate.is_split else "mixed"
-    return {"mode": mode, **asdict(candidate), "ttft_s": candidate.ttft_s, "loss": candidate.loss}
+    predicted = {"ttft_s": candidate.ttft_s, "loss": candidate.loss}
+    return {"mode": mode, **candidate._asdict(), **predicted}
 
 
 def note_decision(trace: Trace, decision: RouteDecision) -> None:

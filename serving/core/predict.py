@@ -94,8 +94,7 @@ class Demand:
         return min(1.0, max(0.0, scarce)) * taken_s / max(self.prompt_s, MIN_S)
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """The first half of a request on one worker."""
 
     worker: ReplicaView
@@ -108,8 +107,7 @@ class Prompt:
     last_tokens: int  # in the last chunk: their pages cannot move before
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
+class Stream(NamedTuple):
     """The second half of a request on one worker."""
 
     worker: ReplicaView
@@ -121,11 +119,10 @@ class Stream:
     step_s: float  # of the step that runs when it comes, if no prompts are in it
     full_step_s: float  # and if there are some
     prompts_s: float  # how long there are
-    taken_s: float  # work on prompts that this worker cannot do because of it
+    taken_s: float  # work on prompts that a prefill worker cannot do because of it
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """How a worker divides its time between decodes and prompts."""
 
     decode_s: float  # of a step, whatever else is in it
@@ -229,8 +226,7 @@ def _work_s(ask: Ask, w: ReplicaView, pace: Pace) -> float:
     return pace.prompt_s(found, ask.tokens) + MIN_S
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
+class _Line(NamedTuple):
     ahead_s: float  # work that goes first
     num_delayed: float  # prompts behind that miss their date only because of this one
 
@@ -277,15 +273,18 @@ def stream_on(ask: Ask, w: ReplicaView, yard: Pace) -> Stream:
     before = decode_step_s(pace, others, context)
     after = decode_step_s(pace, others + 1, grown)
     spread = max(MIN_ITL_SPREAD, pace.spread)
-    late = 1.0 - on_time(after, ask.slo.itl_s - DELIVERY_S, spread)
+    late = 1.0 - on_time(after, ask.slo.itl_s, spread)
     harm, promised = 0.0, w.promised_itl_s
     if others and promised:
-        limit = promised - DELIVERY_S
+        limit = promised
         harm = others * (on_time(before, limit, spread) - on_time(after, limit, spread))
     own_s = output * (c[3] + c[4] * (ask.tokens + 0.5 * output))
     tightest = min(promised, ask.slo.itl_s) if promised else ask.slo.itl_s
     share = share_of(pace, others, context, promised or 1e9)
-    taken = share.of_prompts - share_of(pace, others + 1, grown, tightest).of_prompts
+    taken = 0.0
+    if w.role == "prefill":  # with streams there already, it takes longer until there are none
+        free = share_of(pace, 0, 0.0, 1e9)
+        taken = free.of_prompts - share_of(pace, others + 1, grown, tightest).of_prompts
     queued_s = queued_work_s(w)
     full_s = share.decode_s + min(share.chunk_s, queued_s)
     room_s = _room_s(ask, w, after)

@@ -15,7 +15,7 @@ and the way between them busy. Roles are preferences.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from serving.core.predict import (
     Ask,
@@ -35,23 +35,26 @@ AUTO, MIXED, DISAGGREGATED = "auto", "mixed", "disaggregated"
 
 PER_COST = 0.02
 PER_WAIT = 0.05
-ROLE = 0.3
+ROLE = 0.6  # promises; what a role is for is worth more than one request sees
 MARGIN = 0.01  # promises; disaggregated is at least so much cheaper, or it stays mixed
-KEPT = 4  # halves of each kind that are combined
+KEPT = 3  # halves of each kind that are combined
 SAME_COST, MOST_COST = 1.1, 10.0  # times the least: up to the one, and from the other on, no matter
 MOST_WAIT = 20.0  # promises of first tokens; later than this is all the same
 SHOWN = 16  # workers that a refusal names
 
 NO_DEMAND = Demand()
 
-# role -> how little it likes to serve a prompt, a stream, or both
+# Of the roles that can do something, those with the least rank do it.
 SERVE_MIXED = {"mixed": 0, "decode": 1, "prefill": 2}
 SERVE_PREFILL = {"prefill": 0, "mixed": 1, "decode": 2}
 SERVE_DECODE = {"decode": 0, "mixed": 1, "prefill": 2}
+# Times ROLE. A stream on a prefill worker spoils it: every step there has to keep to the stream's
+# gaps for as long as it lasts.
+MISFIT_PROMPT = {"prefill": 0, "mixed": 0, "decode": 1}
+MISFIT_STREAM = {"decode": 0, "mixed": 0, "prefill": 5}
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One way to serve the request, and what is predicted of it."""
 
     prefill: str
@@ -141,7 +144,7 @@ def route(
     halves = _Halves(ask, usable, now, demand)
     ways = [] if mode == DISAGGREGATED else halves.mixed(mode)
     if mode != MIXED:
-        ways += halves.split(mode, share=not ways)
+        ways += halves.split(share=not ways)
     if not ways and avoid and mode != AUTO:
         return route(ask, replicas, now, avoid=avoid, demand=demand)
     if not ways:
@@ -204,16 +207,11 @@ class _Halves:
             pairs = _best_rank(pairs, lambda p, s: SERVE_MIXED[p.worker.role])
         return nsmallest(KEPT, (self.pair(p, s) for p, s in pairs), key=_price)
 
-    def split(self, mode: str, share: bool) -> list[Candidate]:
-        """Pairs of the best halves; when disaggregated was asked for, of the roles that fit best.
-        A pair costs about what its halves cost, so the best are among the best halves. ``share``
-        lets two mixed workers be a pair; otherwise these share by routing alone."""
-        if mode == DISAGGREGATED:
-            prompts = _of_each_role(self.prompts, self._prompt_price)
-            streams = _of_each_role(self.streams, self._stream_price)
-        else:
-            prompts = nsmallest(KEPT, self.prompts, key=self._prompt_price)
-            streams = nsmallest(KEPT, self.streams, key=self._stream_price)
+    def split(self, share: bool) -> list[Candidate]:
+        """Pairs of the best halves of the roles that fit best: a pair costs about what its halves
+        cost. ``share`` lets two mixed workers be a pair; else these share by routing alone."""
+        prompts = _of_each_role(self.prompts, self._prompt_price)
+        streams = _of_each_role(self.streams, self._stream_price)
         pairs = [
             (p, s)
             for p in prompts
@@ -221,10 +219,9 @@ class _Halves:
             if p.worker.id != s.worker.id
             and (share or (p.worker.role, s.worker.role) != ("mixed", "mixed"))
         ]
-        if mode == DISAGGREGATED:
-            pairs = _best_rank(
-                pairs, lambda p, s: SERVE_PREFILL[p.worker.role] + SERVE_DECODE[s.worker.role]
-            )
+        pairs = _best_rank(
+            pairs, lambda p, s: SERVE_PREFILL[p.worker.role] + SERVE_DECODE[s.worker.role]
+        )
         return [self.pair(p, s) for p, s in pairs]
 
     def pair(self, p: Prompt, s: Stream) -> Candidate:
@@ -239,12 +236,12 @@ class _Halves:
             late_ttft = late_again(ask, p, room_s)
         queue_s = p.queue_s if is_split else p.queue_s + room_s
         gpu_s, harm = p.gpu_s + s.gpu_s, p.harm + s.harm + self._spoiled(s)
-        roles = SERVE_PREFILL[p.worker.role] + SERVE_DECODE[s.worker.role]
+        misfit = MISFIT_PROMPT[p.worker.role] + MISFIT_STREAM[s.worker.role]
         price = (
             1.0 - (1.0 - late_ttft) * (1.0 - late_itl) + harm
             + PER_COST * min(MOST_COST, max(0.0, gpu_s / self._least_s - SAME_COST))
             + self._wait_price(queue_s + p.prefill_s)
-            + ROLE * (roles if is_split else SERVE_MIXED[p.worker.role])
+            + ROLE * misfit
         )  # fmt: skip
         return Candidate(
             p.worker.id, s.worker.id, queue_s, p.prefill_s, moved_s, s.itl_s,
@@ -262,7 +259,7 @@ class _Halves:
 
     def _prompt_price(self, p: Prompt) -> float:
         wait = self._wait_price(p.queue_s + p.prefill_s)
-        return p.late + p.harm + wait + ROLE * SERVE_PREFILL[p.worker.role]
+        return p.late + p.harm + wait + ROLE * MISFIT_PROMPT[p.worker.role]
 
     def _stream_price(self, s: Stream) -> float:
         cost = PER_COST * s.gpu_s / self._least_s
@@ -271,7 +268,7 @@ class _Halves:
             + s.harm
             + self._spoiled(s)
             + cost
-            + ROLE * SERVE_DECODE[s.worker.role]
+            + ROLE * MISFIT_STREAM[s.worker.role]
             + s.room_s
         )
 

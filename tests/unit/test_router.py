@@ -106,8 +106,8 @@ def test_mixed_workers_share_without_moving_pages_unless_asked() -> None:
 
 def test_a_decode_worker_at_its_limit_gets_no_more_streams() -> None:
     """The next stream would break the promise to all of them."""
-    full = promised(view("decode-0", decode_seqs=36), 0.0135)
-    free = promised(view("decode-1", decode_seqs=34, context_tokens=1000), 0.0135)
+    full = promised(view("decode-0", decode_seqs=36), 0.0117)
+    free = promised(view("decode-1", decode_seqs=34, context_tokens=1000), 0.0117)
     decision = go(view("prefill-0"), full, free, slo=SLO(2.0, 0.1), mode="disaggregated")
     assert decision.decode == "decode-1"
     assert stream_on(Ask(100, 200, slo=SLO(2.0, 0.1)), full, A100).harm > 1
