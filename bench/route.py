@@ -23,22 +23,25 @@ from bench.sim.outcome import Summary
 from bench.sim.worker import LLAMA_8B, WorkerSpec
 from bench.sim.workload import Workload, load
 from serving.console import out
+from serving.core.predict import FORGIVEN
 from workers.core.budget import CEILING_S
 from workers.core.policy import Limits
 from workers.core.request import SLO
 
 MODEL = Coefficients()
 MAX_TOKENS = 2048
+LAYOUT = replace(LLAMA_8B, page_size=64)
 SPEC = WorkerSpec(
     MODEL,
     Limits(max_tokens=MAX_TOKENS, max_seqs=256, online=True),
     num_pages=6000,
-    layout=replace(LLAMA_8B, page_size=64),
+    layout=LAYOUT,
 )
 LONGEST = 60_000  # tokens of a request; longer ones are left out
 SPLITS = (0.25, 0.5, 0.75)
 LOADS = (0.5, 0.7, 0.85, 1.0, 1.2)
-CLEARLY = 1.15  # times what mixed workers carry: then there are roles
+CLEARLY = 1.1  # times what mixed workers carry: then there are roles
+TOKEN_BYTES = LAYOUT.page_bytes / LAYOUT.page_size
 SLOS = {
     "TTFT-tight": SLO(0.3, 0.1),
     "ITL-tight": SLO(2.0, 0.015),
@@ -54,6 +57,8 @@ class Means:
 
     prompt_s: float
     stream_s: float
+    prompt_tokens: float
+    brief: float  # part of them whose answer is too short to be forgiven a late gap
 
     def carried(self, itl_s: float) -> tuple[float, float]:
         """Requests a second and worker, all mixed and all disaggregated, if none ever waits and
@@ -66,7 +71,9 @@ class Means:
     def prefill_workers(self, itl_s: float, workers: int) -> int:
         """How many of them had better only prefill; 0 when mixed workers carry about as much."""
         mixed, split = self.carried(itl_s)
-        if split < CLEARLY * mixed:
+        gap_s = MODEL.transfer_s(int(self.prompt_tokens * TOKEN_BYTES)) + 1.5 * MODEL.fixed_s
+        kept = 1.0 - self.brief * (gap_s > 0.5 * itl_s)  # at a hand-off
+        if split * kept < CLEARLY * mixed:
             return 0
         alone = 1 - MODEL.fixed_s / (MODEL.fixed_s + MAX_TOKENS * MODEL.prefill_token_s)
         return min(workers - 1, max(1, round(workers * split * self.prompt_s / alone)))
@@ -82,7 +89,12 @@ def means_of(workload: Workload) -> Means:
         a.num_output * (m.decode_s + m.context_s * (a.num_prompt + a.num_output / 2))
         for a in workload.arrivals
     ]
-    return Means(mean(prompts), mean(streams))
+    return Means(
+        mean(prompts),
+        mean(streams),
+        mean(a.num_prompt for a in workload.arrivals),
+        mean(a.num_output <= FORGIVEN for a in workload.arrivals),
+    )
 
 
 def run(workload: Workload, slo: SLO, mode: str, workers: int, prefill: int) -> Summary:
