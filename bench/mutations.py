@@ -177,7 +177,7 @@ BUGS = (
         GATEWAY,
         "for worker, request_id in reversed(seq.touched):",
         "for worker, request_id in seq.touched[-1:]:",
-        "gateway matrix",
+        "gateway trouble",
     ),
 )
 

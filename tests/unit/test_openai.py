@@ -228,7 +228,7 @@ async def test_usage_in_a_stream_only_when_asked_for(route: str) -> None:
 
 
 async def test_a_failure_in_mid_stream_is_an_event_and_no_done() -> None:
-    """FAULTS 15, 107: and a whole answer is a 500."""
+    """FAULTS 15, 89, 107: and a whole answer is a 500."""
 
     def script(worker_id: str, submission: Submission, position: int) -> Event:
         if position < 3:
