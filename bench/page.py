@@ -23,7 +23,7 @@ from bench.report import RESULTS
 from bench.server import serving
 from bench.workloads import prompt_of
 
-SIZE = (1100, 860)
+SIZE = (1100, 1120)
 MODES = ("auto", "mixed", "disaggregated")
 
 
