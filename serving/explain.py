@@ -10,6 +10,7 @@ from serving.core.router import Candidate, RouteDecision
 from serving.generation import Trace
 
 MOST_SHOWN = 6  # ways
+ENDS = {"stop": "answered to its end", "length": "answered up to the length that was allowed"}
 
 
 def told(candidate: Candidate) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def lines(explanation: Mapping[str, Any]) -> list[str]:
     """For people. Every number has its unit, every word is an everyday one."""
     e = explanation
     text = [
-        f"Request {e['request_id']}: {e['outcome']}.",
+        f"Request {e['request_id']}: {ENDS.get(e['outcome'], e['outcome'])}.",
         f"It ran in {e['mode']} mode: {_where(e)}.",
         f"Why: {e['reason']}.",
     ]
