@@ -350,7 +350,7 @@ def compare(chosen: Candidate, other: Candidate) -> str:
         return f"{text}, which is not enough better to keep two workers busy"
     if other.gpu_s > 1.05 * chosen.gpu_s:
         return f"{text}, and cost {other.gpu_s / chosen.gpu_s:.1f} times as much computing"
-    if other.price - chosen.price >= ROLE:
+    if other.price - chosen.price >= ROLE / 2:
         return f"{text}, on a worker whose role is another"
     return f"{text}, and keep two workers busy" if other.is_split else text
 
