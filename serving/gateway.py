@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from kvtransfer.core.handle import KVHandle
@@ -25,17 +25,17 @@ from serving.errors import (
     Unavailable,
 )
 from serving.explain import note_decision, note_first_token, regret
-from serving.generation import Delta, Final, Generation, Trace, Usage, call_id
+from serving.generation import Delta, Final, Generation, call_id
 from serving.metrics import Metrics
 from serving.moves import Moves
 from serving.peers import Peers
 from serving.pools import Pools, Submission, WorkerLost, WorkerView
 from serving.recording import Recorder
 from serving.routing import Routing
+from serving.running import Call, Seq, explanation_of, note_timing, seq_of, usage_of
 from serving.state import MemoryStore, StateStore
 from serving.tokenizer import Tokenizer
 from workers.core.output import Output, Timing
-from workers.core.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -51,50 +51,6 @@ class Limits:
     max_model_len: int
     pool_tokens: int  # of the largest empty pool
     common_tokens: int  # what every worker takes, by context and pool
-
-
-@dataclass(slots=True, eq=False)
-class _Seq:
-    """One answer on its way, and the workers that may hold something of it."""
-
-    request: Request
-    generation: Generation
-    trace: Trace = field(default_factory=Trace)
-    output: list[int] = field(default_factory=list)
-    handle: KVHandle | None = None
-    touched: list[tuple[str, str]] = field(default_factory=list)  # (worker, id there) to abort
-    lost: list[str] = field(default_factory=list)
-    at: str = ""  # the worker that it runs on now
-    target: str = ""  # the worker that it has been told to move to
-    first_at: float = 0.0
-    last_at: float = 0.0
-    is_answered: bool = False  # has a token, or is over: no longer waiting
-    num_hops: int = 0
-    key: str = ""  # its name on the first worker
-
-    def __post_init__(self) -> None:
-        self.key = self.request.id
-
-    def rename(self) -> None:
-        """For the next worker. What is late from or for an earlier one then finds no other."""
-        self.num_hops += 1
-        self.request = replace(self.request, id=f"{self.key}~{self.num_hops}")
-
-    def submission(self, hand_off: bool) -> Submission:
-        handle, self.handle = self.handle, None
-        return Submission(self.request, tuple(self.output), hand_off, handle)
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One running generation; its choices' tasks fill ``deltas``."""
-
-    generation: Generation
-    seqs: list[_Seq]
-    deltas: "asyncio.Queue[Delta | RequestFailed]" = field(default_factory=asyncio.Queue)
-    tasks: "list[asyncio.Task[None]]" = field(default_factory=list)
-    outcome: str = "running"
-    error: str = ""  # the kind of it, when it did not end as it should
 
 
 class Scaling(Protocol):
@@ -132,7 +88,7 @@ class Gateway:
         self._early_fetch, self._in_time = early_fetch, in_time
         self._store: StateStore = store or MemoryStore()
         self._recorder = recorder
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, Call] = {}
         self._recent: deque[tuple[str, dict[str, Any]]] = deque(maxlen=RECENT)
         self._routing = Routing(pools, clock, early_fetch)
         self._num_unanswered = 0  # sequences without a token yet
@@ -177,7 +133,7 @@ class Gateway:
         finally:
             await self._end(call)
 
-    async def _answer(self, call: _Call, index: int) -> None:
+    async def _answer(self, call: Call, index: int) -> None:
         """One choice from start to end: its deltas, or the error that ends the call."""
         seq = call.seqs[index]
         choice = Choice(call.generation, index, self.tokenizer)
@@ -201,7 +157,7 @@ class Gateway:
         finally:
             self._let_go(seq)
 
-    async def _outputs(self, seq: _Seq) -> AsyncGenerator[Output, None]:
+    async def _outputs(self, seq: Seq) -> AsyncGenerator[Output, None]:
         """Everything that workers say about one sequence, wherever it runs."""
         while True:
             decision = self._route(seq)
@@ -224,7 +180,7 @@ class Gateway:
             except WorkerLost as error:
                 self._lose(seq, worker, error)
 
-    async def _run(self, worker: str, seq: _Seq, hand_off: bool) -> AsyncGenerator[Output, None]:
+    async def _run(self, worker: str, seq: Seq, hand_off: bool) -> AsyncGenerator[Output, None]:
         """What one worker contributes: ends with a finish_reason, or with ``seq.handle`` set."""
         held = (worker, seq.request.id)
         if held not in seq.touched:
@@ -239,14 +195,14 @@ class Gateway:
                     is_told = True
                     self._routing.answered(worker, seq)
                 if output.timing is not None:
-                    _note_timing(seq.trace, timing, output.timing)
+                    note_timing(seq.trace, timing, output.timing)
                     timing = output.timing
                 seq.handle = output.handle
                 if output.finish_reason is not None and held in seq.touched:
                     seq.touched.remove(held)  # nothing of it is left there
                 yield output
 
-    def _reserve(self, seq: _Seq, decision: RouteDecision, promise: KVHandle) -> None:
+    def _reserve(self, seq: Seq, decision: RouteDecision, promise: KVHandle) -> None:
         """The decode worker may fetch pages while the prefill worker computes the rest."""
         if self._early_fetch and decision.is_split and self.moves.takes_new(decision.decode):
             seq.touched.append((decision.decode, seq.request.id))
@@ -255,7 +211,7 @@ class Gateway:
 
     # ------------------------------------------------------------------ its turns
 
-    def _admit(self, generation: Generation) -> _Call:
+    def _admit(self, generation: Generation) -> Call:
         if self._is_draining:
             raise Unavailable("this server is shutting down")
         workers = [view for view in self.pools.workers() if not view.is_leaving]
@@ -266,7 +222,7 @@ class Gateway:
         refusal = self._routing.admit(self._num_unanswered, generation.num_choices, self._max_queue)
         if refusal is None and self._in_time:
             refusal = self._routing.admit_in_time(generation)
-        call = _Call(generation, [_seq(generation, i) for i in range(generation.num_choices)])
+        call = Call(generation, [seq_of(generation, i) for i in range(generation.num_choices)])
         if refusal is not None:
             call.outcome = "refused"
             self._record(call)
@@ -279,14 +235,14 @@ class Gateway:
             self._note_arrived(seq)
         return call
 
-    def _route(self, seq: _Seq) -> RouteDecision:
+    def _route(self, seq: Seq) -> RouteDecision:
         decision = self._routing.route(seq)
         note_decision(seq.trace, decision)
         if not seq.output:
             self.metrics.routed(decision.mode)
         return decision
 
-    def _elsewhere(self, seq: _Seq, source: str) -> str:
+    def _elsewhere(self, seq: Seq, source: str) -> str:
         """Where a sequence goes on that was handed off to be moved. When nobody else is there any
         more: back to where it was, computed again."""
         home = self.moves.home(seq, (source, *seq.lost))
@@ -302,7 +258,7 @@ class Gateway:
         self.metrics.fell_back("move")
         return source
 
-    def _take(self, seq: _Seq, choice: Choice, output: Output) -> Delta | None:
+    def _take(self, seq: Seq, choice: Choice, output: Output) -> Delta | None:
         """Account for one output and turn it into text. Raises RequestFailed."""
         if output.fallback is not None:
             seq.trace.fallback = output.fallback
@@ -318,12 +274,12 @@ class Gateway:
         self._note_token(seq)
         return delta
 
-    def _note_arrived(self, seq: _Seq) -> None:
+    def _note_arrived(self, seq: Seq) -> None:
         request, slo = seq.request, seq.request.slo
         asked = len(request.prompt), request.sampling.max_tokens
         self.demand.arrived(seq.key, *asked, slo.ttft_s, slo.itl_s, seq.generation.arrived_at)
 
-    def _note_token(self, seq: _Seq) -> None:
+    def _note_token(self, seq: Seq) -> None:
         now, trace = self.clock(), seq.trace
         if seq.first_at:
             gap_s = now - seq.last_at
@@ -340,7 +296,7 @@ class Gateway:
             self._note_answered(seq)
         seq.last_at = now
 
-    def _note_answered(self, seq: _Seq) -> None:
+    def _note_answered(self, seq: Seq) -> None:
         if not seq.is_answered:
             seq.is_answered = True
             self._num_unanswered -= 1
@@ -349,7 +305,7 @@ class Gateway:
             else:
                 self.demand.left(seq.key)
 
-    def _lose(self, seq: _Seq, worker: str, error: WorkerLost) -> None:
+    def _lose(self, seq: Seq, worker: str, error: WorkerLost) -> None:
         """Forget where the sequence was; what the client has is kept and goes into the replay."""
         logger.warning("request %s: %s", seq.request.id, error)
         self._let_go(seq)
@@ -361,7 +317,7 @@ class Gateway:
         if len(seq.lost) >= MAX_ATTEMPTS:
             raise Unavailable(f"{len(seq.lost)} workers were lost one after another") from error
 
-    def _finish(self, seq: _Seq, reason: str) -> None:
+    def _finish(self, seq: Seq, reason: str) -> None:
         """The answer is complete. What a worker still computes for it is stopped."""
         self._let_go(seq)
         trace = seq.trace
@@ -374,22 +330,22 @@ class Gateway:
         self.metrics.finished(reason, self.clock() - seq.generation.arrived_at, trace)
         self.metrics.judged(trace, regret(trace, slo.ttft_s, slo.itl_s))
 
-    def _let_go(self, seq: _Seq) -> None:
+    def _let_go(self, seq: Seq) -> None:
         """Tell every worker that may hold pages of it, a receiver before its source. Idempotent."""
         self._routing.forget(seq)
         for worker, request_id in reversed(seq.touched):
             self.pools.abort(worker, request_id)
         seq.touched.clear()
 
-    def _final(self, call: _Call) -> Final:
+    def _final(self, call: Call) -> Final:
         trace = call.seqs[0].trace
         for seq in call.seqs[1:]:
             trace.workers.extend(w for w in seq.trace.workers if w not in trace.workers)
             trace.fallback = trace.fallback or seq.trace.fallback
         call.outcome = trace.outcome
-        return Final(_usage(call), trace)
+        return Final(usage_of(call), trace)
 
-    async def _end(self, call: _Call) -> None:
+    async def _end(self, call: Call) -> None:
         """However the call ended: nothing of it is left on a worker or here."""
         for seq in call.seqs:
             self._let_go(seq)
@@ -402,11 +358,11 @@ class Gateway:
         self.metrics.ended(call.error)
         await asyncio.gather(*call.tasks, return_exceptions=True)
         self._record(call)
-        explanation = _explanation(call)
+        explanation = explanation_of(call)
         self._recent.appendleft((call.generation.tenant, explanation))
         await self._store.set(f"request:{call.generation.call_id}", explanation, EXPLAIN_S)
 
-    def _record(self, call: _Call) -> None:
+    def _record(self, call: Call) -> None:
         if self._recorder is None:
             return
         for seq in call.seqs:
@@ -456,7 +412,7 @@ class Gateway:
         name = call_id(tenant, request_id)
         call = self._calls.get(name)
         if call is not None:
-            return _explanation(call)
+            return explanation_of(call)
         stored = await self._store.get(f"request:{name}")
         return None if stored is None else dict(stored)
 
@@ -499,52 +455,10 @@ class Gateway:
             return False
         return True
 
-    def _running(self) -> list[_Seq]:
+    def _running(self) -> list[Seq]:
         return [seq for call in self._calls.values() for seq in call.seqs]
-
-
-def _seq(generation: Generation, index: int) -> _Seq:
-    seed = (generation.sampling.seed + index % generation.n) % 2**64
-    request = Request(
-        id=generation.key if generation.num_choices == 1 else f"{generation.key}-{index}",
-        prompt=generation.prompts[index // generation.n],
-        sampling=replace(generation.sampling, seed=seed),
-        slo=generation.slo,
-        arrived_at=generation.arrived_at,
-        priority=generation.priority,
-        cache_salt=generation.cache_salt,
-    )
-    trace = Trace(ttft_slo_s=generation.slo.ttft_s, itl_slo_s=generation.slo.itl_s)
-    return _Seq(request, generation, trace)
 
 
 def _capacity(view: WorkerView) -> int:
     """Tokens of one sequence that the worker can hold."""
     return min(view.num_pages * view.page_size, view.max_model_len)
-
-
-def _note_timing(trace: Trace, before: Timing, now: Timing) -> None:
-    """Workers tell totals, with their first and their last token."""
-    trace.queue_s += now.queue_s - before.queue_s
-    trace.prefill_s += now.prefill_s - before.prefill_s
-    trace.transfer_s += now.transfer_s - before.transfer_s
-    trace.num_preemptions += now.num_preemptions - before.num_preemptions
-    if now.prefill_s:  # not where the KV was fetched
-        trace.cached_tokens = now.cached_tokens
-
-
-def _usage(call: _Call) -> Usage:
-    return Usage(
-        prompt_tokens=sum(len(prompt) for prompt in call.generation.prompts),
-        completion_tokens=sum(len(seq.output) for seq in call.seqs),
-        cached_tokens=sum(seq.trace.cached_tokens for seq in call.seqs[:: call.generation.n]),
-    )
-
-
-def _explanation(call: _Call) -> dict[str, Any]:
-    return {
-        "request_id": call.generation.id,
-        **asdict(call.seqs[0].trace),
-        "outcome": call.outcome,
-        "usage": asdict(_usage(call)),
-    }
