@@ -100,9 +100,14 @@ class Leases:
         return future
 
     def peek(self, request_id: str, stop: int) -> tuple[int, ...] | None:
-        """The first ``stop`` promised pages, not pinned: see ``holds``."""
+        """The first ``stop`` promised pages, not pinned: see ``holds``. Of a promise that has
+        become a lease since its reader last asked, those of the lease."""
         with self._lock:
-            return self._promises.ready(request_id, stop)
+            promised = self._promises.ready(request_id, stop)
+            if promised is not None:
+                return promised
+            leased = self._ledger.pages(request_id, self._clock())
+            return None if leased is None else leased[:stop]
 
     def holds(self, request_id: str, pages: tuple[int, ...]) -> bool:
         """Whether what was read from ``peek``'s pages until now is what was promised."""
@@ -131,5 +136,5 @@ class Leases:
         num_ready = self._promises.num_ready(request_id)
         if num_ready is not None:
             return Ready(num_ready, False)
-        num_pages = self._ledger.num_pages(request_id, self._clock())
-        return None if num_pages is None else Ready(num_pages, True)
+        leased = self._ledger.pages(request_id, self._clock())
+        return None if leased is None else Ready(len(leased), True)

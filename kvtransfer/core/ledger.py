@@ -64,10 +64,10 @@ class LeaseLedger:
         lease = self._live(request_id, now)
         return lease is not None and lease.pages[: len(pages)] == pages
 
-    def num_pages(self, request_id: str, now: float) -> int | None:
-        """Of a live lease; None when there is none."""
+    def pages(self, request_id: str, now: float) -> tuple[int, ...] | None:
+        """Of a live lease, not pinned; None when there is none."""
         lease = self._live(request_id, now)
-        return None if lease is None else len(lease.pages)
+        return None if lease is None else lease.pages
 
     def end_send(self, request_id: str, pages: tuple[int, ...], now: float) -> None:
         """Unpin what ``begin_send`` returned. The receiver of a failed send may try once more."""
