@@ -231,5 +231,5 @@ class _Link:
 
     def observe(self, num_bytes: int, seconds: float) -> None:
         self._memory.add((1.0, float(num_bytes)), max(seconds, TICK_S))
-        found = solve([self._memory], self._prior, self._prior, PRIOR_WEIGHT)
+        found = solve([self._memory], self._prior, self._prior, GUESS_WEIGHT)
         self.coefficients = (found[0], found[1])
