@@ -14,7 +14,7 @@ It knows counts, seconds and promises. It refuses to know Ray, clocks and who ca
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import exp
+from math import exp, inf
 
 from serving.core.capacity import Fleet, Pressure, StepCosts, Work, pressure, work_of
 from serving.core.demand import SIGMAS, DemandStats, Trend, Window
@@ -45,6 +45,7 @@ MEASURED_GAIN = 0.25  # what one period's work counts beside those before
 WRONG_FOR_S = 1800.0  # how slowly a prediction that was too good is forgiven
 MAX_WRONG = 3.0
 EVENT_WINDOW_S = 600.0
+STUCK_PERIODS = 3.0  # prompts computed so lately came from somewhere, whatever is counted
 MAX_HOLD = 8.0  # times ``stable_s``
 FORGIVEN = 4.0  # times the hold without a regret, and it is halved
 FIRST_START_S = 30.0  # until one was seen
@@ -86,6 +87,7 @@ class Autoscaler:
         self._events: deque[float] = deque()  # of the last ten minutes
         self._last: dict[str, float] = {}  # when each kind of event happened last
         self._last_at: float | None = None
+        self._prompts_at = -inf  # when workers were last seen to compute some
         self._cached = 0.0  # part of the prompt tokens
 
     def decide(
@@ -118,7 +120,8 @@ class Autoscaler:
         if self._costs is None:
             return ScaleDecision(HOLD, "no worker has told its step times yet")
         base = self._demanded(demand, self._costs).at_least(measured)
-        stuck = not demand.recent.num_arrived and measured.prefill > 0 and not view.num_queued
+        computing = now - self._prompts_at < STUCK_PERIODS * self.rules.period_s
+        stuck = not demand.recent.num_arrived and computing and not view.num_queued
         hard = self._with_backlog(base, view, demand)
         at_base, at_hard = (pressure(view.fleet, w, self._costs) for w in (base, hard))
         broken = demand.broken
@@ -356,6 +359,8 @@ class Autoscaler:
         prompts_s = (
             sum(max(0, new.prompt_tokens - old.prompt_tokens) for old, new in pairs) / span_s
         )
+        if prompts_s:
+            self._prompts_at = now
         streams = sum(load.decode_seqs for load in loads.values())
         held = sum(load.context_tokens for load in loads.values())
         context = held / streams if streams else 0.0
