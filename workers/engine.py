@@ -5,6 +5,7 @@ thread goes through its inbox and takes effect between two steps, so the schedul
 """
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -97,10 +98,10 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._clocks: dict[str, Clocked] = {}
         self._outputs: list[Output] = []
-        self._fetchers = ThreadPoolExecutor(4, thread_name_prefix="kv-fetch")
-        self._early = ThreadPoolExecutor(MAX_EARLY, thread_name_prefix="kv-early")
+        self._fetchers = _threads(4, "kv-fetch")
+        self._early = _threads(MAX_EARLY, "kv-early")
         self._num_early = 0
-        self._notes = ThreadPoolExecutor(1, thread_name_prefix="kv-notes")  # renew and release
+        self._notes = _threads(1, "kv-notes")  # renew and release
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
         self._is_over = False
@@ -471,3 +472,11 @@ class Engine:
         scheduler, pool = self._scheduler, self._scheduler.pool
         held = self._leases.held()
         return KVLedger(pool.num_pages, pool.num_free, pool.num_kept, scheduler.owned(), held)
+
+
+def _threads(num: int, name: str) -> ThreadPoolExecutor:
+    """That run wherever this process may: they are started by the loop's thread, which may have
+    been given a core of its own meanwhile."""
+    if not hasattr(os, "sched_setaffinity"):
+        return ThreadPoolExecutor(num, name)
+    return ThreadPoolExecutor(num, name, os.sched_setaffinity, (0, os.sched_getaffinity(0)))

@@ -170,6 +170,8 @@ void evenflow_argmax(const float *logits, int64_t rows, int64_t n, int64_t *best
   });
 }
 
+void evenflow_pin_team(const int32_t *processors, int threads) { pin_team(processors, threads); }
+
 // ------------------------------------------------------------------ weights
 
 int64_t evenflow_packed_columns(int64_t outputs, int gated) {

@@ -99,6 +99,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # name: (result, arguments)
     "forward": (None, [c_void_p] * 5 + [c_int]),
     "logits": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int]),
     "argmax": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int]),
+    "pin_team": (None, [c_void_p, c_int]),
     "packed_columns": (c_int64, [c_int64, c_int]),
     "pack": (None, [c_int, c_void_p, c_void_p, c_int64, c_int64, c_int, c_void_p, c_void_p]),
     "read_all": (c_float, [c_void_p, c_int64, c_int]),
@@ -195,6 +196,11 @@ class Kernels:
             use_huge_pages(self._slab)
         taken, self._slab = self._slab[:num_bytes], self._slab[num_bytes:]
         return taken.view(dtype)[:size]
+
+    def pin_team(self, processors: Sequence[int]) -> None:
+        """Give each of the calling thread's OpenMP threads, itself among them, one processor."""
+        own = array("i", processors)
+        self.call("pin_team", own.buffer_info()[0], len(own))
 
     def linear(self, x: torch.Tensor, weight: PackedLinear) -> torch.Tensor:
         out = torch.empty(len(x), weight.outputs, dtype=x.dtype)
