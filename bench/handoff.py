@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import httpx
 import torch
 import torch.multiprocessing as multiprocessing
 from rich.console import Console
@@ -37,6 +38,7 @@ async def measure(url: str, args: argparse.Namespace) -> dict[int, list[float]]:
     found: dict[int, list[float]] = {}
     async with open_client(url) as client:
         await stream(client, "warm-up", prompt_of(300, 1), 8, evenflow=SPLIT)
+        await both_attached(client)
         for length in args.lengths:
             for trial in range(args.trials):
                 prompt = prompt_of(length, 1000 * length + trial)
@@ -46,6 +48,13 @@ async def measure(url: str, args: argparse.Namespace) -> dict[int, list[float]]:
                 first, *others = record.gaps_s
                 found.setdefault(length, []).append(first - percentile(others, 50))
     return found
+
+
+async def both_attached(client: httpx.AsyncClient) -> None:
+    """A server is ready with its first worker; a hand-off needs two."""
+    async with asyncio.timeout(ATTACH_TIMEOUT_S):
+        while len((await client.get("/v1/evenflow/status")).json()["workers"]) < 2:
+            await asyncio.sleep(0.2)
 
 
 def _send(rank: int, file: str, seconds: "multiprocessing.SimpleQueue[float]") -> None:
