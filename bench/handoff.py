@@ -31,14 +31,15 @@ from workers.weights import resolve
 
 SPLIT = {"mode": "disaggregated"}
 RAW_BYTES, RAW_ROUNDS = 64 << 20, 8
+ATTACH_TIMEOUT_S = 60.0
 
 
 async def measure(url: str, args: argparse.Namespace) -> dict[int, list[float]]:
     """By prompt length: seconds by which each hand-off's gap exceeds the stream's median gap."""
     found: dict[int, list[float]] = {}
     async with open_client(url) as client:
-        await stream(client, "warm-up", prompt_of(300, 1), 8, evenflow=SPLIT)
         await both_attached(client)
+        await stream(client, "warm-up", prompt_of(300, 1), 8, evenflow=SPLIT)
         for length in args.lengths:
             for trial in range(args.trials):
                 prompt = prompt_of(length, 1000 * length + trial)
