@@ -259,7 +259,7 @@ class SimWorker:
         self.scheduler.commit_quiet(run.plan, sampled, num_steps)
         self._output_tokens += num_steps * len(sampled)
         note.decodes, note.times = run.plan.decodes, run.ends[first : run.num_done]
-        self._report()
+        self._send()
 
     def _may_skip(self, plan: StepPlan) -> bool:
         """Streams that just joined are looked at after their first step."""
@@ -333,6 +333,7 @@ class SimWorker:
 
     def _fetched(self, seq: Sequence, skip: int, began: float, landed: bool) -> None:
         if not self.is_dead:
+            self.catch_up()  # steps until now were told of without this transfer
             handle = seq.handle
             if landed and handle is not None and self._num_transfers < LEARN_ALL:
                 self._num_transfers += 1
@@ -366,9 +367,12 @@ class SimWorker:
     # ------------------------------------------------------------------ telling
 
     def _report(self) -> None:
+        self._tell_pace(self._note, self._clock.now)
+        self._send()
+
+    def _send(self) -> None:
         note = self._note
         note.load = self.load()
-        self._tell_pace(note, self._clock.now)
         self._note = StepReport(note.load)
         self._tell(self, note)
 
