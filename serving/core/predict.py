@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import erfc, log, sqrt
 from typing import NamedTuple
 
-from workers.core.budget import CEILING_S, DELIVERY_S, FLOOR_TOKENS, LOST_SHARE, PATIENCE
+from workers.core.budget import CEILING_S, FLOOR_TOKENS, PATIENCE, bounds_of
 from workers.core.latency import KNEE
 from workers.core.pace import Pace
 from workers.core.request import SLO
@@ -144,18 +144,13 @@ def decode_step_s(pace: Pace, decodes: float, context: float) -> float:
 
 
 def share_of(pace: Pace, decodes: int, context: float, itl_s: float) -> Share:
-    """The rules of ``workers.core.budget.room_for``, for a long row of equal steps."""
+    """What ``workers.core.budget`` gives prompts, over a long row of equal steps."""
     c = pace.coefficients
     token_s = c[1] + c[5] + MIN_S
     alone = decode_step_s(pace, decodes, context)
     chunk = token_s * max(1, pace.max_tokens - decodes)
     if pace.is_online:
-        most = CEILING_S
-        if decodes:
-            promised = itl_s - DELIVERY_S
-            is_lost = alone > promised
-            ceiling = alone * (1 + LOST_SHARE) if is_lost else max(CEILING_S, alone)
-            most = ceiling if is_lost else min(ceiling, promised / pace.prompt_margin)
+        most = bounds_of(alone, itl_s, pace.prompt_margin).most_s if decodes else CEILING_S
         chunk = min(chunk, max(most - alone, token_s * FLOOR_TOKENS))
     return Share(alone, chunk)
 

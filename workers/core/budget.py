@@ -8,6 +8,7 @@ of it goes to prompts. It knows the latency model and promises, and no pages, qu
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from workers.core.latency import KNEE, LatencyModel
 from workers.core.plan import BatchShape
@@ -63,17 +64,34 @@ class Room:
         )
 
 
+class Bounds(NamedTuple):
+    """How long a step with prompts and decodes may last."""
+
+    promised_s: float  # by the confident prediction; infinite when decodes alone break it
+    ceiling_s: float  # by the plain one
+    most_s: float  # by the plain one, when both are kept
+
+
+def bounds_of(alone_s: float, itl_s: float, margin: float) -> Bounds:
+    """For decodes that take ``alone_s`` by themselves, the tightest of them promised gaps of
+    ``itl_s``; ``margin`` makes a plain prediction a confident one."""
+    promised = itl_s - DELIVERY_S
+    if alone_s > promised:  # lost with or without prompts
+        ceiling = alone_s * (1 + LOST_SHARE)
+        return Bounds(inf, ceiling, ceiling)
+    ceiling = max(CEILING_S, alone_s)
+    return Bounds(promised, ceiling, min(ceiling, promised / margin))
+
+
 def room_for(model: LatencyModel, decodes: BatchShape, itl_s: float) -> Room:
     """For a step with these decodes, of which the tightest was promised gaps of ``itl_s``
     (infinite when there is none)."""
     if not decodes.decode_seqs:
         return Room(model, decodes, inf, CEILING_S)
-    promised, alone = itl_s - DELIVERY_S, model.step_s(decodes)
-    lost = alone > promised  # with or without prompts
-    ceiling = alone * (1 + LOST_SHARE) if lost else max(CEILING_S, alone)
-    most = ceiling if lost else min(ceiling, promised / model.margin(True))
-    rate = max(MIN_RATE, 1.0 - alone / most)
-    return Room(model, decodes, inf if lost else promised, ceiling, prompt_rate=rate)
+    alone = model.step_s(decodes)
+    bounds = bounds_of(alone, itl_s, model.margin(True))
+    rate = max(MIN_RATE, 1.0 - alone / bounds.most_s)
+    return Room(model, decodes, bounds.promised_s, bounds.ceiling_s, prompt_rate=rate)
 
 
 @dataclass(frozen=True, slots=True)
