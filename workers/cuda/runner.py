@@ -14,6 +14,7 @@ from workers.cuda.graphs import DecodeGraphs
 from workers.cuda.model import CudaLlama
 from workers.cuda.sampler import DeviceSampler
 from workers.kvcache import KVCache
+from workers.prompt_logprobs import asks_about_prompts
 from workers.runner import ModelRunner
 from workers.sampler import Sampler
 from workers.upload import upload
@@ -59,11 +60,14 @@ class CudaRunner(ModelRunner):
             self.model.device,
         )
         plan = self._plan_for(tables.with_tensors(tensors))
-        hidden = self.model.forward(tokens, positions, self.cache, plan)
-        self._prompts.note(chunks, hidden, self.model.logits)
+        asked = None if asks_about_prompts(chunks) else rows
+        hidden = self.model.forward(tokens, positions, self.cache, plan, asked)
+        if asked is None:
+            self._prompts.note(chunks, hidden, self.model.logits)
+            hidden = hidden[rows]
         if not len(rows):
             return hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
-        return self.model.logits(hidden[rows])
+        return self.model.logits(hidden)
 
     def _wait(self) -> None:
         """Even if no token is wanted: pages freed after a step may be written by a transfer, which

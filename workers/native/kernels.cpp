@@ -3,6 +3,7 @@
 // No Python and no torch in here: pointers, sizes and a number of threads. Types are told apart by
 // `is_bf16`; everything else of a model or a batch is in the structs.
 #include <cstdlib>
+#include <optional>
 
 #include "attention.h"
 #include "linear.h"
@@ -84,8 +85,10 @@ void forward(const Model &m, const Pool &pool, const Batch &batch, T *x, T *scra
   const std::vector<int64_t> slots = slots_of(batch, pool.page_size);
   const Wanted wanted(batch);
   Schedule schedule(batch, m.kv_heads, per_head, threads);
-  Schedule last_schedule(wanted.batch, m.kv_heads, per_head, threads);
-  const int64_t num_slots = std::max(schedule.num_slots, last_schedule.num_slots);
+  std::optional<Schedule> narrow_schedule;  // of the last layer
+  if (!wanted.all) narrow_schedule.emplace(wanted.batch, m.kv_heads, per_head, threads);
+  const int64_t num_slots =
+      std::max(schedule.num_slots, narrow_schedule ? narrow_schedule->num_slots : 0);
   Buffer<float> partials(num_slots * Attention<T>::partial_floats(m.head_dim));
 
   Team::run(threads, 2 + SHARES_PER_LAYER * m.num_layers, [&](Team &team) {
@@ -110,7 +113,7 @@ void forward(const Model &m, const Pool &pool, const Batch &batch, T *x, T *scra
         });
       }
       if (!rows) return;
-      Attention<T>{pages,    narrow ? wanted.batch : batch, narrow ? last_schedule : schedule,
+      Attention<T>{pages,    narrow ? wanted.batch : batch, narrow ? *narrow_schedule : schedule,
                    i,        per_head,                      qkv,
                    width,    attended,                      partials.data}
           .run(team);
