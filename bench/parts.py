@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.micro import LOADS, NUM_PAGES, PAGE_SIZE, Load, Roof, chunks_of, measure_roof
+from bench.micro import LOADS, NUM_PAGES, PAGE_SIZE, Load, Roof, best, chunks_of, measure_roof
 from bench.report import markdown, save
 from workers.batch import build
 from workers.core.plan import Chunk
@@ -132,19 +132,19 @@ class Parts:
         model = self._runner.model
         model.forward, model.logits = timed(forward), timed(logits)  # type: ignore[method-assign]
         try:
-            best = (float("inf"), 0.0)
+            fastest = (float("inf"), 0.0)
             for _ in range(2 * self._rounds):
                 in_kernels, start = 0.0, time.perf_counter()
                 self._runner.run(chunks)
                 took = time.perf_counter() - start
-                best = min(best, (took, took - in_kernels))
+                fastest = min(fastest, (took, took - in_kernels))
         finally:
             model.forward, model.logits = forward, logits  # type: ignore[method-assign]
-        return best
+        return fastest
 
     def _least(self, call: Callable[[], None], num_calls: int) -> float:
         """The best of several rounds, less what so many empty calls cost."""
-        return max(self._best(call) - num_calls * self._call_s(), 0.0)
+        return max(best(call, self._rounds) - num_calls * self._call_s(), 0.0)
 
     def _call_s(self) -> float:
         x, weight = torch.ones(1, 16).to(self._dtype), torch.ones(16).to(self._dtype)
@@ -153,15 +153,7 @@ class Parts:
             for _ in range(30):
                 self._native.norm(x, weight, 1e-5)
 
-        return self._best(empty) / 30
-
-    def _best(self, call: Callable[[], None]) -> float:
-        least = float("inf")
-        for _ in range(self._rounds):
-            start = time.perf_counter()
-            call()
-            least = min(least, time.perf_counter() - start)
-        return least
+        return best(empty, self._rounds) / 30
 
     def _packed(self, matrix: Matrix) -> PackedLinear:
         rows = matrix.outputs * (2 if matrix.gated else 1)
@@ -186,8 +178,8 @@ def measure(threads: int, dtype: str, rounds: int) -> list[dict[str, object]]:
             row["share"] = round(took / seconds["step"], 3)
             if name in least:
                 num_rows = load.num_seqs if name == "head" else load.num_tokens
-                best = least[name].least_s(num_rows, roof, precision.itemsize)
-                row["at_best_ms"] = round(best * 1e3, 3)
+                least_s = least[name].least_s(num_rows, roof, precision.itemsize)
+                row["at_best_ms"] = round(least_s * 1e3, 3)
             rows.append(row)
     return rows
 

@@ -148,9 +148,8 @@ class Engine:
 
     def pace(self) -> Pace:
         """How fast this worker is now."""
-        layout = self._source.layout
-        token_bytes = layout.page_bytes // layout.page_size
-        return pace_of(self._scheduler.latency, self._scheduler.limits, token_bytes)
+        scheduler = self._scheduler
+        return pace_of(scheduler.latency, scheduler.limits, self._source.layout.token_bytes)
 
     @property
     def is_healthy(self) -> bool:

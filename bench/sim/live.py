@@ -217,7 +217,6 @@ class LiveCluster:
         self._limits = limits or {}
         self.workers: dict[str, Worker] = {}
         self._lives = dict.fromkeys(ROLES, 0)
-        self._starting: set[asyncio.TimerHandle] = set()
         loop = asyncio.get_running_loop()
         self.pools = ChannelPools(
             stall_timeout_s=timing.stall_timeout_s, connect=self._connect, clock=loop.time

@@ -382,9 +382,7 @@ class SimWorker:
             note.pace = self.pace()
 
     def pace(self) -> Pace:
-        layout = self.spec.layout
-        token_bytes = layout.page_bytes // layout.page_size
-        return pace_of(self.scheduler.latency, self.spec.limits, token_bytes)
+        return pace_of(self.scheduler.latency, self.spec.limits, self.spec.layout.token_bytes)
 
     def load(self) -> Load:
         self.catch_up()

@@ -22,9 +22,13 @@ class KVLayout:
     tp_size: int = 1
 
     @property
-    def page_bytes(self) -> int:
+    def token_bytes(self) -> int:
         per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim
-        return per_token * self.page_size * ITEM_BYTES[self.dtype]
+        return per_token * ITEM_BYTES[self.dtype]
+
+    @property
+    def page_bytes(self) -> int:
+        return self.token_bytes * self.page_size
 
     def mismatch(self, other: "KVLayout") -> str | None:
         """The first field in which two ends differ, with both values; None when they agree."""
