@@ -82,6 +82,24 @@ def test_borders_of_tiles_segments_and_pages(kernels: Kernels, dtype: torch.dtyp
 
 
 @KERNELS
+@pytest.mark.parametrize("heads", [(9, 3), (160, 20), (24, 24)], ids=str)
+def test_heads_taken_together_give_what_each_gives_alone(
+    kernels: Kernels, heads: tuple[int, int]
+) -> None:
+    """Many decodes take the heads of a page together, as many as there is room for; one alone, or
+    a long chunk, takes them one by one."""
+    many = [(1, 300), (1, 9), *((1, 64 * n) for n in range(1, 9)), (1, 700)]
+    batch = paged_batch(Shape(*heads, 64, 16), many, torch.float32)
+    got = attend(kernels, batch)
+    check(got, batch.reference())
+    alone = paged_batch(Shape(*heads, 64, 16), [(1, 300)], torch.float32)
+    pages = batch.metadata.spans[0].pages
+    alone.cache.pool[alone.metadata.spans[0].pages] = batch.cache.pool[pages]
+    alone.k[:], alone.v[:], alone.q[:] = batch.k[:1], batch.v[:1], batch.q[:1]
+    same(attend(kernels, alone), got[:1])
+
+
+@KERNELS
 @dtypes
 def test_rows_do_not_depend_on_chunks_neighbours_or_threads(
     kernels: Kernels, dtype: torch.dtype

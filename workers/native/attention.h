@@ -30,6 +30,10 @@ struct Rows {
   Vec *sums;       // of weights, lane by lane
   float *tops;     // scores near the greatest so far
 
+  Rows from(int64_t row, int64_t dims) const {
+    return {outputs + row * dims, sums + row, tops + row};
+  }
+
   void clear(int64_t rows, int64_t dims) {
     memset(outputs, 0, rows * dims * sizeof(float));
     std::fill(sums, sums + rows, Vec{});
@@ -90,23 +94,32 @@ INLINE void soften(const float *scores, int count, float scale, T *weights, floa
 
 // ------------------------------------------------------------------ one tile of keys
 
+// Where they lie for kv head 0.
 template <class T>
 struct Tile {
   int first, count;
   const T *keys[TILE];  // one past the tile's end is its last: always a valid address
 
-  void find(const Pages<T> &pages, int64_t layer, int64_t head, const int32_t *numbers, int begin,
-            int end) {
+  void find(const Pages<T> &pages, int64_t layer, const int32_t *numbers, int begin, int end) {
     first = begin;
     count = std::min(TILE, end - begin);
     int64_t page = begin / pages.page_size, offset = begin % pages.page_size;
     for (int i = 0; i < count; page++, offset = 0) {
-      const T *key = pages.page(layer, head, numbers[page]) + offset * pages.head_dim;
+      const T *key = pages.page(layer, 0, numbers[page]) + offset * pages.head_dim;
       for (; offset < pages.page_size && i < count; offset++, i++, key += pages.head_dim)
         keys[i] = key;
     }
     for (int i = count; i < TILE; i++) keys[i] = keys[count - 1];
   }
+};
+
+// The same for another head.
+template <class T>
+struct HeadTile {
+  const Tile<T> &tile;
+  const int64_t to_head, count = tile.count;
+
+  const T *key(int i) const { return tile.keys[i] + to_head; }
 };
 
 // A piece of a row of values as words: PACK * W dims of PACK neighbouring keys, zeros where no dims
@@ -127,14 +140,24 @@ INLINE void value_words(const T *a, const T *b, int64_t left, Bits (&out)[PACK<T
 // Each loop asks, with every piece of a row, for the same piece of the next tile's row.
 
 template <class T>
-INLINE void prefetch(const Tile<T> &next, int i, int64_t offset) {
-  __builtin_prefetch(next.keys[i] + offset, 0, 2);
+INLINE void prefetch(const HeadTile<T> &next, int i, int64_t offset) {
+  __builtin_prefetch(next.key(i) + offset, 0, 2);
+}
+
+// What the loops do not come to, of a next tile with more keys than this one.
+template <class T>
+void prefetch_rest(const Pages<T> &pages, const HeadTile<T> &tile, const HeadTile<T> &next) {
+  for (int i = tile.count; i < next.count; i++)
+    for (int64_t d = 0; d < pages.head_dim; d += LINE / (int64_t)sizeof(T)) {
+      prefetch(next, i, d);
+      prefetch(next, i, pages.to_value + d);
+    }
 }
 
 // Keys as the right side of a product: strips of keys, [strip][dim words][STRIP].
 template <class T>
-void pack_keys(const Pages<T> &pages, const Tile<T> &tile, const Tile<T> &next, int64_t dim_words,
-               uint32_t *packed) {
+void pack_keys(const Pages<T> &pages, const HeadTile<T> &tile, const HeadTile<T> &next,
+               int64_t dim_words, uint32_t *packed) {
   const int64_t used = words<T>(pages.head_dim);
   for (int g = 0; g < tile.count; g += W) {
     uint32_t *to = packed + g / STRIP * dim_words * STRIP + g % STRIP;
@@ -143,7 +166,7 @@ void pack_keys(const Pages<T> &pages, const Tile<T> &tile, const Tile<T> &next, 
       const int n = (int)std::min<int64_t>(W, used - d);
 #pragma GCC unroll 16
       for (int i = 0; i < W; i++) {
-        r[i] = load_words(tile.keys[g + i] + d * PACK<T>, n);
+        r[i] = load_words(tile.key(g + i) + d * PACK<T>, n);
         prefetch(next, g + i, d * PACK<T>);
       }
       transpose(r);
@@ -155,11 +178,11 @@ void pack_keys(const Pages<T> &pages, const Tile<T> &tile, const Tile<T> &next, 
 
 // Values likewise: strips of dims, [strip][words of keys][STRIP].
 template <class T>
-void pack_values(const Pages<T> &pages, const Tile<T> &tile, const Tile<T> &next, int64_t dims,
-                 uint32_t *packed) {
+void pack_values(const Pages<T> &pages, const HeadTile<T> &tile, const HeadTile<T> &next,
+                 int64_t dims, uint32_t *packed) {
   constexpr int P = PACK<T>;
   for (int i = 0; i < tile.count; i += P) {
-    const T *a = tile.keys[i] + pages.to_value, *b = tile.keys[i + P - 1] + pages.to_value;
+    const T *a = tile.key(i) + pages.to_value, *b = tile.key(i + P - 1) + pages.to_value;
     for (int64_t d = 0; d < dims; d += P * W) {
       Bits x[P];
       value_words(a + d, b + d, pages.head_dim - d, x);
@@ -175,8 +198,8 @@ void pack_values(const Pages<T> &pages, const Tile<T> &tile, const Tile<T> &next
 // outputs [R][dims] += weights [R][TILE] x values, where packing would cost more than it saves:
 // V vectors of dims, from dim d.
 template <class T, int R, int V>
-void add_values(const Pages<T> &pages, const Tile<T> &tile, const Tile<T> &next, const T *weights,
-                float *outputs, int64_t dims, int64_t d) {
+void add_values(const Pages<T> &pages, const HeadTile<T> &tile, const HeadTile<T> &next,
+                const T *weights, float *outputs, int64_t dims, int64_t d) {
   constexpr int P = PACK<T>;
   Vec sums[R][V];
 #pragma GCC unroll 8
@@ -184,7 +207,7 @@ void add_values(const Pages<T> &pages, const Tile<T> &tile, const Tile<T> &next,
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) sums[j][v] = load<Vec>(outputs + j * dims + d + v * W);
   for (int i = 0; i < tile.count; i += P) {
-    const T *a = tile.keys[i] + pages.to_value + d, *b = tile.keys[i + P - 1] + pages.to_value + d;
+    const T *a = tile.key(i) + pages.to_value + d, *b = tile.key(i + P - 1) + pages.to_value + d;
 #pragma GCC unroll 4
     for (int v = 0; v < V; v += P) {
       Bits x[P];
@@ -206,8 +229,8 @@ void add_values(const Pages<T> &pages, const Tile<T> &tile, const Tile<T> &next,
 }
 
 template <class T, int R>
-void add_values_of(int64_t rows, const Pages<T> &pages, const Tile<T> &tile, const Tile<T> &next,
-                   const T *weights, float *outputs, int64_t dims) {
+void add_values_of(int64_t rows, const Pages<T> &pages, const HeadTile<T> &tile,
+                   const HeadTile<T> &next, const T *weights, float *outputs, int64_t dims) {
   if (rows == R) {
     constexpr int V = W == 16 && R <= 4 ? 4 : 2;  // as many sums as fit the registers
     int64_t d = 0;
@@ -229,6 +252,7 @@ struct Desk {
   alignas(CACHE_LINE) T weights[MAX_ROWS * TILE];
   alignas(CACHE_LINE) uint32_t keys[TILE * MAX_HEAD_DIM];
   alignas(CACHE_LINE) uint32_t values[TILE * MAX_HEAD_DIM];
+  Tile<T> tiles[2];  // this one and the next
   alignas(CACHE_LINE) float outputs[2][MAX_ROWS * MAX_HEAD_DIM];  // of all segments, of one
   Vec sums[2][MAX_ROWS];
   float tops[2][MAX_ROWS];
@@ -268,24 +292,32 @@ struct Attention {
     });
   }
 
-  // Leaves the item's result in desk.rows(0).
+  // Leaves the item's result in desk.rows(0), head by head.
   void attend(const Item &item, const Item &next_item, Desk<T> &desk) {
     const Span &span = batch.spans[item.span];
-    const int64_t rows = item.num_tokens * per_head;
+    const int64_t rows = item.num_tokens * per_head, all_rows = item.num_heads * rows;
     read_queries(item, desk.q);
     const int first_limit = span.context - span.length + item.first_token + 1;  // keys row 0 sees
-    Tile<T> tile, next;
-    find(item, item.begin, next);
+    Tile<T> *tile = &desk.tiles[0], *next = &desk.tiles[1];
+    find(item, item.begin, *next);
     for (int begin = item.begin; begin < item.end; begin += TILE) {
-      tile = next;
+      std::swap(tile, next);
       const bool more = begin + TILE < item.end;
-      if (more) find(item, begin + TILE, next);
-      else find(next_item, next_item.begin, next);
+      if (more) find(item, begin + TILE, *next);
+      else find(next_item, next_item.begin, *next);
       const int segment = begin / SEGMENT > item.begin / SEGMENT;
-      if (begin == item.begin || begin % SEGMENT == 0) desk.rows(segment).clear(rows, dims);
-      step(tile, next, rows, first_limit, desk, desk.rows(segment));
+      const Rows state = desk.rows(segment);
+      if (begin == item.begin || begin % SEGMENT == 0) desk.rows(segment).clear(all_rows, dims);
+      for (int h = 0; h < item.num_heads; h++) {
+        const int64_t head = item.first_head + h;
+        const bool last = h + 1 == item.num_heads;
+        const int64_t head_after = last ? (more ? item : next_item).first_head : head + 1;
+        const HeadTile<T> after{last ? *next : *tile, head_after * pages.head_stride};
+        step({*tile, head * pages.head_stride}, after, rows, first_limit, desk,
+             desk.q + h * rows * dim_words * PACK<T>, state.from(h * rows, dims));
+      }
       if (segment && (!more || (begin + TILE) % SEGMENT == 0))
-        for (int64_t r = 0; r < rows; r++)
+        for (int64_t r = 0; r < all_rows; r++)
           merge_row(desk.outputs[0] + r * dims, desk.sums[0][r], desk.tops[0][r],
                     desk.outputs[1] + r * dims, desk.sums[1][r], desk.tops[1][r], dims, scale);
     }
@@ -293,26 +325,35 @@ struct Attention {
 
  private:
   void find(const Item &item, int begin, Tile<T> &tile) {
-    tile.find(pages, layer, item.head, batch.pages + batch.spans[item.span].first_page, begin,
-              item.end);
+    tile.find(pages, layer, batch.pages + batch.spans[item.span].first_page, begin, item.end);
   }
 
-  // Rows of an item are (token, head), heads side by side; behind head_dim they hold zeros.
+  // Rows of an item are (kv head, token, query head); behind head_dim they hold zeros.
   void read_queries(const Item &item, T *to) {
-    const int64_t first = batch.spans[item.span].start + item.first_token;
-    memset(to, 0, item.num_tokens * per_head * dim_words * 4);
-    for (int64_t t = 0; t < item.num_tokens; t++)
-      for (int64_t h = 0; h < per_head; h++, to += dim_words * PACK<T>)
-        memcpy(to, q + (first + t) * q_stride + (item.head * per_head + h) * head_dim,
-               head_dim * sizeof(T));
+    memset(to, 0, item.num_heads * item.num_tokens * per_head * dim_words * 4);
+    each_row(item, [&](int64_t r, int64_t token, int64_t head) {
+      memcpy(to + r * dim_words * PACK<T>, q + token * q_stride + head * head_dim,
+             head_dim * sizeof(T));
+    });
   }
 
-  void step(const Tile<T> &tile, const Tile<T> &next, int64_t rows, int first_limit, Desk<T> &desk,
-            Rows state) {
+  // f(row of the item, token of the batch, query head)
+  template <class F>
+  void each_row(const Item &item, F f) {
+    const int64_t first = batch.spans[item.span].start + item.first_token;
+    int64_t row = 0;
+    for (int64_t h = item.first_head; h < item.first_head + item.num_heads; h++)
+      for (int64_t t = 0; t < item.num_tokens; t++)
+        for (int64_t i = 0; i < per_head; i++) f(row++, first + t, h * per_head + i);
+  }
+
+  void step(const HeadTile<T> &tile, const HeadTile<T> &next, int64_t rows, int first_limit,
+            Desk<T> &desk, const T *queries, Rows state) {
+    prefetch_rest(pages, tile, next);
     pack_keys(pages, tile, next, dim_words, desk.keys);
-    matmul<T>(rows, (tile.count + STRIP - 1) / STRIP, (const uint32_t *)desk.q, dim_words,
+    matmul<T>(rows, (tile.count + STRIP - 1) / STRIP, (const uint32_t *)queries, dim_words,
               desk.keys, dim_words * STRIP, dim_words, desk.scores, TILE, false);
-    soften_all(tile, rows, first_limit, desk, state);
+    soften_all(tile.tile, rows, first_limit, desk, state);
     if (rows <= FEW_ROWS) {
       add_values_of<T, FEW_ROWS>(rows, pages, tile, next, desk.weights, state.outputs, dims);
       return;
@@ -332,16 +373,13 @@ struct Attention {
   }
 
   void write(const Item &item, Rows rows) {
-    const int64_t first = batch.spans[item.span].start + item.first_token;
-    for (int64_t t = 0; t < item.num_tokens; t++)
-      for (int64_t h = 0; h < per_head; h++) {
-        const int64_t r = t * per_head + h, head = item.head * per_head + h;
-        T *to = out + ((first + t) * pages.heads * per_head + head) * head_dim;
-        const Vec scale_down = splat(1.f / sum(rows.sums[r]));
-        for (int64_t d = 0; d < head_dim; d += W)
-          store_floats(to + d, load<Vec>(rows.outputs + r * dims + d) * scale_down,
-                       (int)std::min<int64_t>(W, head_dim - d));
-      }
+    each_row(item, [&](int64_t r, int64_t token, int64_t head) {
+      T *to = out + (token * pages.heads * per_head + head) * head_dim;
+      const Vec scale_down = splat(1.f / sum(rows.sums[r]));
+      for (int64_t d = 0; d < head_dim; d += W)
+        store_floats(to + d, load<Vec>(rows.outputs + r * dims + d) * scale_down,
+                     (int)std::min<int64_t>(W, head_dim - d));
+    });
   }
 
   // Puts a partial result beside the others of its group; whoever brings the last one merges them.
