@@ -30,6 +30,12 @@ LONG_SLO = Slo(ttft_s=15.0, gap_s=0.150)
 PATIENCE_S = 20.0  # after the last arrival of an open loop
 
 
+def add(samples: Samples, more: Samples) -> None:
+    """Put more samples of the same figures beside those that are there."""
+    for name, values in more.items():
+        samples.setdefault(name, []).extend(values)
+
+
 class LoadFailed(Exception):
     """Requests of a closed load failed; the message says which and how."""
 
@@ -145,11 +151,12 @@ async def interference(target: Target, sizes: Sizes) -> Samples:
 async def poisson(target: Target, sizes: Sizes) -> Samples:
     """Short and long requests at random times, at each rate: goodput, and what was missed."""
     samples: Samples = {}
-    for rate in sizes.rates:
-        asks = poisson_mix(rate, sizes.window_s, seed=50)
-        records = await target.play(asks, PATIENCE_S)
-        samples |= _open_loop_samples(records, sizes.window_s, f"at_{rate:g}")
-        await target.play_all(at_once(1, 32, 1, seed=60))  # behind whatever is left over
+    for repeat in range(sizes.repeat):
+        for rate in sizes.rates:
+            asks = poisson_mix(rate, sizes.window_s, seed=50 + repeat)
+            records = await target.play(asks, PATIENCE_S)
+            add(samples, _open_loop_samples(records, sizes.window_s, f"at_{rate:g}"))
+            await target.play_all(at_once(1, 32, 1, seed=60))  # behind whatever is left over
     return samples
 
 

