@@ -56,7 +56,7 @@ INLINE Vec silu(Vec x) {
   return x / (exp2<float>(power) + 1.f);
 }
 
-// From sums [rows] of one strip, 2 * STRIP apart, to where they belong.
+// From sums [rows][STRIP] to where they belong.
 template <Then then, class Out>
 void finish(const float *sums, const float *bias, int64_t rows, int64_t column, int64_t outputs,
             Out *out) {
@@ -64,7 +64,7 @@ void finish(const float *sums, const float *bias, int64_t rows, int64_t column, 
   const Vec right_bias = bias ? load<Vec>(bias + W) : Vec{};
   const int left = (int)std::clamp<int64_t>(outputs - column, 0, W);
   const int right = (int)std::clamp<int64_t>(outputs - column - W, 0, W);
-  for (int64_t r = 0; r < rows; r++, sums += 2 * STRIP, out += outputs) {
+  for (int64_t r = 0; r < rows; r++, sums += STRIP, out += outputs) {
     Vec a = load<Vec>(sums) + left_bias, b = load<Vec>(sums + W) + right_bias;
     Out *to = out + column;
     if constexpr (then == Then::GATE) {
@@ -87,17 +87,14 @@ void linear(Team &team, const Linear &w, const T *x, int64_t rows, Out *out) {
   const int64_t columns = then == Then::GATE ? W : STRIP;  // of out, to a strip
   const int64_t strips = num_strips(w.outputs, w.gated), tasks = strips * panels;
   team.share(tasks, team.pieces(tasks, 1), [&](int64_t begin, int64_t end) {
-    alignas(CACHE_LINE) float sums[2 * PANEL * STRIP];  // two strips at a time
-    for (int64_t i = begin; i < end;) {
+    alignas(CACHE_LINE) float sums[PANEL * STRIP];
+    for (int64_t i = begin; i < end; i++) {
       const int64_t strip = i % strips, first = panel(i / strips);
       const int64_t n = panel(i / strips + 1) - first;
-      const int64_t num = std::min({strips - strip, end - i, (int64_t)2});
-      matmul<T>(n, num, (const uint32_t *)(x + first * w.inputs), k, w.packed + strip * k * STRIP,
-                k * STRIP, k, sums, 2 * STRIP, false, true);
-      for (int64_t s = strip; s < strip + num; s++)
-        finish<then>(sums + (s - strip) * STRIP, w.bias ? w.bias + s * STRIP : nullptr, n,
-                     s * columns, w.outputs, out + first * w.outputs);
-      i += num;
+      matmul<T>(n, 1, (const uint32_t *)(x + first * w.inputs), k, w.packed + strip * k * STRIP,
+                k * STRIP, k, sums, STRIP, false, true);
+      finish<then>(sums, w.bias ? w.bias + strip * STRIP : nullptr, n, strip * columns, w.outputs,
+                   out + first * w.outputs);
     }
   });
 }

@@ -90,8 +90,7 @@ void matmul(int64_t rows, int64_t num_strips, const uint32_t *a, int64_t a_row, 
             bool next_strip = false) {
   Product p = {a, a_row, b, b_strip, k, sums, sums_row, add, (const char *)b, 0};
   for (; num_strips > 0;) {
-    const bool fits = rows > TILE_ROWS<1> || (rows <= TILE_ROWS<2> && !next_strip);
-    const bool wide = W == 16 && num_strips > 1 && fits;
+    const bool wide = W == 16 && num_strips > 1 && rows <= TILE_ROWS<2>;
     if (wide) tiles<T, 2>(rows, p, next_strip);
     else tiles<T, 1>(rows, p, next_strip);
     p.b += (1 + wide) * b_strip;
