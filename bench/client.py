@@ -1,7 +1,8 @@
 """An HTTP client that streams completions and notes when each token came. It hides no error.
 
-It speaks two dialects: OpenAI's, with vLLM's ``return_token_ids``, and llama.cpp's own. Both say
-how many tokens an event brings, so that a gap is always one between two tokens.
+It speaks three dialects: OpenAI's, with vLLM's ``return_token_ids``, llama.cpp's own, and that of
+transformers, which takes and gives text. All say how many tokens an event brings, so that a gap is
+always one between two tokens.
 """
 
 import asyncio
@@ -58,6 +59,27 @@ def _llama_body(prompt: list[int], max_tokens: int) -> Event:
 def _llama_tokens(event: Event, before: int) -> int:
     timings = event.get("timings")
     return int(timings["predicted_n"]) - before if timings else 0
+
+
+def text_dialect(words: Sequence[str]) -> Dialect:
+    """Of a server that takes no token ids: a prompt of as many words, each of which is one token.
+    It ends at no token, like the others, and sends the text of each token by itself; what it could
+    not show yet is counted with the end."""
+
+    def body(prompt: list[int], max_tokens: int) -> Event:
+        return {
+            "prompt": "".join(words[token % len(words)] for token in prompt),
+            "max_tokens": max_tokens,
+            "stream": True,
+            "generation_config": json.dumps({"eos_token_id": -1, "do_sample": False}),
+        }
+
+    def num_tokens(event: Event, before: int) -> int:
+        if event.get("usage"):
+            return int(event["usage"]["completion_tokens"]) - before
+        return sum(bool(choice.get("text")) for choice in event["choices"])
+
+    return Dialect("/v1/completions", body, num_tokens)
 
 
 OPENAI = Dialect("/v1/completions", _openai_body, _openai_tokens)

