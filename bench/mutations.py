@@ -105,7 +105,7 @@ BUGS = (
     Bug(
         "drop the completion of a fetch",
         ENGINE,
-        "self._inbox.put(lambda: self._fetch_ended(seq, failure, is_early, num_bytes, took_s))",
+        "self._inbox.put(lambda: self._fetch_ended(seq, fetched))",
         "pass",
         "engine early",
     ),

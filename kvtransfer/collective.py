@@ -181,7 +181,7 @@ class CollectiveTransport:
 
     def fetch_early(
         self, handle: KVHandle, pages: Sequence[int], timeout_s: float, skip: int = 0
-    ) -> None:
+    ) -> int | None:
         check_room(handle, pages, skip)
         mismatch = self._layout.mismatch(handle.layout)
         if mismatch is not None:
@@ -200,6 +200,7 @@ class CollectiveTransport:
         if have != handle.num_pages:
             raise TransferError(f"{have} pages came, {handle.num_pages} were promised")
         self._client.release_soon(handle)
+        return ready.token if ready.HasField("token") else None
 
     def _wait_until_ready(
         self, handle: KVHandle, have: int, deadline: Deadline

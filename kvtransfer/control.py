@@ -5,11 +5,12 @@ wait; the client is called from transfer threads, and each call has a deadline.
 """
 
 import asyncio
+import contextlib
 import hmac
 import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeAlias
 
@@ -21,6 +22,7 @@ from kvtransfer.transport import TransferError
 from protos import evenflow_pb2 as pb
 from protos import evenflow_pb2_grpc as rpc
 
+MAX_RELEASES = 4  # at a time; one to a source that is frozen takes until its timeout
 RELEASE_TIMEOUT_S = 1.0  # a lease that nobody could release expires by itself
 TOKEN = "x-evenflow-token"
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -174,6 +176,7 @@ class PagesClient:
         self._channels: OrderedDict[str, grpc.Channel] = OrderedDict()
         self._lock = threading.Lock()
         self._is_closed = False
+        self._releasers = ThreadPoolExecutor(MAX_RELEASES, "kv-release")
 
     def open(self, source: str, request: pb.OpenRequest, deadline: Deadline) -> pb.OpenResponse:
         return self._call(source, "Open", request, deadline)
@@ -193,17 +196,20 @@ class PagesClient:
         self._call(handle.source, "Release", _release(handle), Deadline.after(RELEASE_TIMEOUT_S))
 
     def release_soon(self, handle: KVHandle) -> None:
-        """The same without waiting. The callback keeps the call alive: grpc cancels a call that
-        nobody refers to."""
-        call = self._stub(handle.source).Release.future(
-            _release(handle), timeout=RELEASE_TIMEOUT_S, metadata=self._metadata
-        )
-        call.add_done_callback(lambda _: None)
+        """The same without waiting, nor for what grpc does before it lets go of a call: that is
+        milliseconds in which the pages could be used."""
+        with contextlib.suppress(RuntimeError):  # closed: its leases expire
+            self._releasers.submit(self._release, handle)
+
+    def _release(self, handle: KVHandle) -> None:
+        with contextlib.suppress(TransferError):  # the lease went with its holder, or will expire
+            self.release(handle)
 
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
             channels, self._channels = self._channels, OrderedDict()
+        self._releasers.shutdown(wait=False, cancel_futures=True)
         for channel in channels.values():
             channel.close()
 

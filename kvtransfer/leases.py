@@ -16,6 +16,7 @@ class Ready:
 
     num_pages: int  # may be fetched
     is_complete: bool  # leased: there will be no more
+    token: int | None = None  # that follows, once complete: the receiver may go on with it
 
 
 def _nothing() -> None:
@@ -42,9 +43,11 @@ class Leases:
     def lease_s(self) -> float:
         return self._ledger.lease_s
 
-    def grant(self, request_id: str, pages: list[int], num_tokens: int) -> None:
+    def grant(
+        self, request_id: str, pages: list[int], num_tokens: int, token: int | None = None
+    ) -> None:
         with self._lock:
-            self._ledger.grant(request_id, pages, num_tokens, self._clock())
+            self._ledger.grant(request_id, pages, num_tokens, self._clock(), token)
             self._promises.revoke(request_id)
         self._tell(request_id)
 
@@ -137,4 +140,6 @@ class Leases:
         if num_ready is not None:
             return Ready(num_ready, False)
         leased = self._ledger.pages(request_id, self._clock())
-        return None if leased is None else Ready(len(leased), True)
+        if leased is None:
+            return None
+        return Ready(len(leased), True, self._ledger.token(request_id))

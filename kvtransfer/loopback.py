@@ -101,21 +101,22 @@ class LoopbackTransport:
 
     def fetch_early(
         self, handle: KVHandle, pages: Sequence[int], timeout_s: float, skip: int = 0
-    ) -> None:
+    ) -> int | None:
         check_room(handle, pages, skip)
-        leases, have, is_complete = self._source(handle).leases, skip, False
-        while not is_complete:
+        leases, have = self._source(handle).leases, skip
+        while True:
             try:
                 ready = leases.ready(handle.request_id, have).result(timeout_s)
             except TimeoutError:
                 raise TransferError(f"{handle.request_id} makes no progress") from None
             if ready is None:
                 raise TransferError(f"{handle.request_id} is promised no longer")
-            is_complete = ready.is_complete
-            if not is_complete and ready.num_pages > have:
+            if ready.is_complete:
+                self.fetch(handle, pages[have - skip :], timeout_s, have)
+                return ready.token
+            if ready.num_pages > have:
                 self._copy_promised(handle, pages, have - skip, ready.num_pages, skip)
                 have = ready.num_pages
-        self.fetch(handle, pages[have - skip :], timeout_s, have)
 
     def _copy_promised(
         self, handle: KVHandle, pages: Sequence[int], start: int, stop: int, skip: int

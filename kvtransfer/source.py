@@ -182,7 +182,9 @@ class PageSource:
         if ready is None:
             answer.set_exception(NoLease(f"no lease for {request.request_id}"))
             return
-        response = pb.ReadyResponse(num_pages=ready.num_pages, is_complete=ready.is_complete)
+        response = pb.ReadyResponse(
+            num_pages=ready.num_pages, is_complete=ready.is_complete, token=ready.token
+        )
         sent = self._send_ready(request, ready) if ready.num_pages > request.num_pages else None
         if sent is None:
             answer.set_result(response)

@@ -27,9 +27,10 @@ class Transport(Protocol):
 
     def fetch_early(
         self, handle: KVHandle, pages: Sequence[int], timeout_s: float, skip: int = 0
-    ) -> None:
+    ) -> int | None:
         """As ``fetch``, of pages that the source is still computing: each is brought when it is
-        finished. ``timeout_s`` is for each wait and each transfer."""
+        finished. ``timeout_s`` is for each wait and each transfer. Returns the token that the
+        source sampled in the end, if it told."""
         ...
 
     def renew(self, handle: KVHandle) -> bool:

@@ -175,6 +175,7 @@ class Gateway:
                     if hand_off and self.moves.takes_new(decision.decode):
                         worker = decision.decode
                     else:
+                        self._take_back(seq, decision)
                         worker = self._elsewhere(seq, worker)
                     hand_off = False
             except WorkerLost as error:
@@ -208,6 +209,13 @@ class Gateway:
             seq.touched.append((decision.decode, seq.request.id))
             early = Submission(seq.request, tuple(seq.output), handle=promise, early=True)
             self.pools.reserve(decision.decode, early)
+
+    def _take_back(self, seq: Seq, decision: RouteDecision) -> None:
+        """It goes elsewhere: nothing is left of what was reserved, and may be running already."""
+        reserved = (decision.decode, seq.request.id)
+        if reserved in seq.touched and seq.at != decision.decode:
+            seq.touched.remove(reserved)
+            self.pools.abort(*reserved)
 
     # ------------------------------------------------------------------ its turns
 

@@ -2,6 +2,7 @@
 
 import queue
 import time
+from collections import deque
 from collections.abc import Sequence as Seq
 
 from kvtransfer.leases import Leases
@@ -65,15 +66,21 @@ class Pair:
         timeout_s: float = 300.0,
     ) -> dict[str, list[int]]:
         """Run all of them at once; the tokens of each. ``early``: pages move while they are
-        computed."""
+        computed, and what follows the first token may come before it is heard of."""
         tokens: dict[str, list[int]] = {req.id: [] for req in requests}
         by_id = {req.id: req for req in requests}
         for req in requests:
             engine = self.engines["p" if disaggregated else "d"]
             engine.submit(Sequence(req, hand_off=disaggregated))
         left, deadline = len(requests), time.monotonic() + timeout_s
+        ahead: dict[str, list[tuple[str, Output]]] = {req.id: [] for req in requests if early}
+        due: deque[tuple[str, Output]] = deque()
         while left:
-            _, output = self.outputs.get(timeout=deadline - time.monotonic())
+            told = due.popleft() if due else self.outputs.get(timeout=deadline - time.monotonic())
+            name, output = told
+            if name == "d" and output.request_id in ahead:
+                ahead[output.request_id].append(told)
+                continue
             assert output.error is None and output.fallback is None, output
             if output.token is not None:
                 tokens[output.request_id].append(output.token.id)
@@ -86,6 +93,7 @@ class Pair:
                 req = by_id[output.request_id]
                 seq = Sequence(req, output=list(tokens[req.id]), handle=output.handle)
                 self.engines["d"].submit(seq)
+                due.extend(ahead.pop(req.id, ()))
             left -= output.finish_reason is not None
         return tokens
 

@@ -17,10 +17,11 @@ from typing import Protocol
 from kvtransfer.core.handle import KVHandle, KVLayout
 from kvtransfer.leases import Leases
 from kvtransfer.transport import TransferError, Transport
+from workers.clocked import Clocked
 from workers.core.load import scheduler_load
-from workers.core.output import KVLedger, Load, Output, Report, Timing, Token
+from workers.core.output import KVLedger, Load, Output, Report, Token
 from workers.core.pace import Pace, pace_of
-from workers.core.plan import Chunk, StepPlan
+from workers.core.plan import Chunk, Fetched, StepPlan
 from workers.core.request import Phase, Sequence
 from workers.core.scheduler import Departure, DoesNotFit, Scheduler
 
@@ -54,28 +55,6 @@ class Source:
     layout: KVLayout
 
 
-@dataclass(slots=True)
-class Clocked:
-    """When one sequence passed each milestone here; 0.0 is not yet."""
-
-    submitted: float
-    planned: float = 0.0
-    fetched: float = 0.0
-    first_token: float = 0.0
-    fallback: str | None = None
-
-    def timing(self, seq: Sequence, now: float) -> Timing:
-        started = self.planned or now
-        computing = max(started, self.fetched)
-        return Timing(
-            queue_s=started - self.submitted,
-            prefill_s=0.0 if self.fetched else (self.first_token or now) - computing,
-            transfer_s=self.fetched - started if self.fetched else 0.0,
-            num_preemptions=seq.num_preemptions,
-            cached_tokens=min(seq.num_cached, len(seq.request.prompt)),
-        )
-
-
 class Engine:
     """Runs sequences on one executor. ``emit`` is called on the engine's thread, once per step
     that has something to tell, and when the load changes without a step."""
@@ -98,6 +77,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._clocks: dict[str, Clocked] = {}
         self._outputs: list[Output] = []
+        self._ahead: set[str] = set()  # early ones that go on and were not submitted yet
         self._fetchers = _threads(4, "kv-fetch")
         self._early = _threads(MAX_EARLY, "kv-early")
         self._num_early = 0
@@ -130,7 +110,8 @@ class Engine:
 
     def submit(self, seq: Sequence) -> None:
         """Queue a sequence; whatever becomes of it is an Output. Of an early one nothing is told:
-        it takes its pages now, or is forgotten, and is submitted again with its token."""
+        it takes its pages now, or is forgotten, and is submitted again with its token. When its
+        token comes with its pages it goes on at once, and tells what follows before that."""
         now = self._clock()
         self._tell(lambda: self._submit(seq, now))
 
@@ -290,7 +271,7 @@ class Engine:
         )
 
     def _lease(self, seq: Sequence, pages: list[int]) -> KVHandle:
-        self._leases.grant(seq.id, pages, seq.num_computed)
+        self._leases.grant(seq.id, pages, seq.num_computed, seq.output[-1])
         return self._handle(seq, seq.num_computed)
 
     def _handle(self, seq: Sequence, num_tokens: int) -> KVHandle:
@@ -330,8 +311,12 @@ class Engine:
         if seq.is_early:
             self._reserve(seq, now)
             return
-        if seq.handle is not None and seq.output and self._confirm(seq, now):
+        if self._catch_up(seq):
             return
+        if seq.handle is not None and seq.output:
+            is_here = self._confirm(seq.id, seq.output[-1], seq.hand_off, now)
+            if is_here:
+                return
         try:
             self._scheduler.submit(seq)
         except (DoesNotFit, ValueError) as error:
@@ -347,11 +332,20 @@ class Engine:
             self._num_early += 1
             self._early.submit(self._fetch, seq)
 
-    def _confirm(self, seq: Sequence, now: float) -> bool:
+    def _catch_up(self, seq: Sequence) -> bool:
+        """Whether a sequence of this id went on, or has ended, ahead of its gateway."""
+        if seq.id not in self._ahead:
+            return False
+        self._ahead.remove(seq.id)
+        if seq.hand_off:
+            self._hand_off(seq.id)
+        return True
+
+    def _confirm(self, request_id: str, token: int, hand_off: bool, now: float) -> bool:
         """Whether an early sequence of this id is here, and goes on with its newest token."""
-        early = self._scheduler.confirm(seq.id, seq.output[-1], seq.hand_off)
+        early = self._scheduler.confirm(request_id, token, hand_off)
         if early is not None:
-            clocked = self._clocks[seq.id]
+            clocked = self._clocks[request_id]
             clocked.submitted = clocked.planned = now
             clocked.fetched = now if early.phase is Phase.DECODE else 0.0
             self._cached_tokens += early.num_cached
@@ -359,6 +353,7 @@ class Engine:
 
     def _abort(self, request_id: str) -> None:
         seq = self._scheduler.abort(request_id)
+        self._ahead.discard(request_id)
         self._leases.release(request_id)
         if seq is not None:
             self._outputs.append(Output(request_id, finish_reason="abort"))
@@ -383,44 +378,54 @@ class Engine:
     def _fetch(self, seq: Sequence) -> None:
         """On a fetcher's thread: bring the pages, then tell the loop."""
         assert seq.handle is not None, "only a sequence with a handle is fetched"
-        is_early = seq.is_early
+        handle, is_early, start = seq.handle, seq.is_early, self._clock()
+        skip = seq.num_cached // self._scheduler.pool.page_size  # already here
+        pages = seq.pages[skip : handle.num_pages]
         failure: str | None = None
-        start, num_bytes = self._clock(), 0
+        token: int | None = None
         try:
-            if self._transport is None:
-                raise TransferError("this worker has no transport")
-            skip = seq.num_cached // self._scheduler.pool.page_size  # already here
-            pages = seq.pages[skip : seq.handle.num_pages]
-            num_bytes = len(pages) * seq.handle.layout.page_bytes
-            fetch = self._transport.fetch_early if is_early else self._transport.fetch
-            fetch(seq.handle, pages, self._transfer_timeout_s, skip)
+            token = self._transfer(handle, pages, skip, is_early)
         except Exception as error:  # any failure becomes a recompute, never a lost request
             failure = f"{type(error).__name__}: {error}"
-        took_s = self._clock() - start
-        self._inbox.put(lambda: self._fetch_ended(seq, failure, is_early, num_bytes, took_s))
+        num_bytes = len(pages) * handle.layout.page_bytes
+        fetched = Fetched(is_early, failure, token, num_bytes, self._clock() - start)
+        self._inbox.put(lambda: self._fetch_ended(seq, fetched))
 
-    def _fetch_ended(
-        self, seq: Sequence, failure: str | None, was_early: bool, num_bytes: int, took_s: float
-    ) -> None:
-        self._num_early -= was_early
+    def _transfer(
+        self, handle: KVHandle, pages: list[int], skip: int, is_early: bool
+    ) -> int | None:
+        if self._transport is None:
+            raise TransferError("this worker has no transport")
+        if is_early:
+            return self._transport.fetch_early(handle, pages, self._transfer_timeout_s, skip)
+        self._transport.fetch(handle, pages, self._transfer_timeout_s, skip)
+        return None
+
+    def _fetch_ended(self, seq: Sequence, fetched: Fetched) -> None:
+        self._num_early -= fetched.was_early
         if seq.is_early:
-            self._early_ended(seq, failure)
+            self._early_ended(seq, fetched)
             return
+        failure, handle = fetched.failure, seq.handle
         if failure is not None:
             logger.warning("%s: KV is recomputed here, the transfer failed: %s", seq.id, failure)
             self._release_handle(seq)
-        elif seq.handle is not None and not was_early:  # an early one waits for the prefill, too
-            self._scheduler.latency.observe_transfer(num_bytes, took_s, seq.handle.source)
+        elif handle is not None and not fetched.was_early:  # that one waits for the prefill, too
+            latency = self._scheduler.latency
+            latency.observe_transfer(fetched.num_bytes, fetched.took_s, handle.source)
         if self._scheduler.fetch_ended(seq, landed=failure is None):
             clocked = self._clocks[seq.id]
             clocked.fallback = failure
             clocked.fetched = 0.0 if failure else self._clock()
 
-    def _early_ended(self, seq: Sequence, failure: str | None) -> None:
-        if failure is not None:
-            logger.info("%s: its pages are not fetched early: %s", seq.id, failure)
-        if not self._scheduler.fetch_ended(seq, landed=failure is None):
+    def _early_ended(self, seq: Sequence, fetched: Fetched) -> None:
+        if fetched.failure is not None:
+            logger.info("%s: its pages are not fetched early: %s", seq.id, fetched.failure)
+        if not self._scheduler.fetch_ended(seq, landed=fetched.failure is None):
             self._clocks.pop(seq.id, None)
+        elif fetched.token is not None:  # it need not wait for the gateway to bring it
+            self._ahead.add(seq.id)
+            self._confirm(seq.id, fetched.token, False, self._clock())
 
     def _release_handle(self, seq: Sequence) -> None:
         """Tell the source, off the loop, that nobody will fetch."""

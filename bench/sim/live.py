@@ -25,6 +25,7 @@ from serving.gateway import Gateway
 from serving.tokenizer import Tokenizer
 from workers.core.output import KVLedger
 from workers.core.pages import PagePool
+from workers.core.plan import Fetched
 from workers.core.policy import Limits
 from workers.core.request import Sequence
 from workers.core.scheduler import Scheduler
@@ -144,16 +145,18 @@ class VirtualEngine(Engine):
     async def _bring(self, seq: Sequence) -> None:
         assert seq.handle is not None, "only a sequence with a handle is fetched"
         is_early, failure, started = seq.is_early, None, self._loop.time()
+        token: int | None = None
         skip = seq.num_cached // self._scheduler.pool.page_size
         pages = seq.pages[skip : seq.handle.num_pages]
         bring = self._wire.bring_early if is_early else self._wire.bring
         try:
-            await bring(self._process, seq.handle, pages, skip)
+            token = await bring(self._process, seq.handle, pages, skip)
         except TransferError as error:
             failure = f"TransferError: {error}"
         took_s = self._loop.time() - started
         num_bytes = len(pages) * seq.handle.layout.page_bytes
-        self._inbox.put(lambda: self._fetch_ended(seq, failure, is_early, num_bytes, took_s))
+        fetched = Fetched(is_early, failure, token, num_bytes, took_s)
+        self._inbox.put(lambda: self._fetch_ended(seq, fetched))
         self._soon()
 
 

@@ -225,9 +225,9 @@ class PageWire:
 
     async def bring_early(
         self, target: Process, handle: KVHandle, pages: Sequence[int], skip: int
-    ) -> None:
-        have, is_complete = skip, False
-        while not is_complete:
+    ) -> int | None:
+        have = skip
+        while True:
             source = await self._reach(handle, _now() + self._timeout_s)
             waiting = asyncio.wrap_future(source.leases.ready(handle.request_id, have))
             try:
@@ -239,8 +239,10 @@ class PageWire:
             if ready.num_pages > have:
                 part = pages[have - skip : ready.num_pages - skip]
                 await self._bring_part(target, handle, part, have, ready.num_pages)
-            have, is_complete = ready.num_pages, ready.is_complete
-        await self._let_go(handle)
+            have = ready.num_pages
+            if ready.is_complete:
+                await self._let_go(handle)
+                return ready.token
 
     async def _bring_part(
         self, target: Process, handle: KVHandle, pages: Sequence[int], first: int, stop: int

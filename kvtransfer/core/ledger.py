@@ -20,6 +20,7 @@ class _Lease:
     pages: tuple[int, ...]
     expires_at: float
     ends_at: float  # renewals do not reach beyond
+    token: int | None = None  # the one that follows those whose KV the pages hold
     num_sends: int = 0
 
 
@@ -33,13 +34,20 @@ class LeaseLedger:
         self._closing: list[tuple[str, _Lease]] = []  # released while a send was reading them
         self._free: list[int] = []
 
-    def grant(self, request_id: str, pages: list[int], num_tokens: int, now: float) -> None:
+    def grant(
+        self,
+        request_id: str,
+        pages: list[int],
+        num_tokens: int,
+        now: float,
+        token: int | None = None,
+    ) -> None:
         """Take over ``pages``. An older lease under the same id is released: nobody asks for it."""
         self.release(request_id)
         assert num_tokens > 0, f"{request_id}: nothing computed"
         assert pages and len(set(pages)) == len(pages), f"{request_id}: pages {pages}"
         self._leases[request_id] = _Lease(
-            tuple(pages), now + self.lease_s, now + MAX_LIVES * self.lease_s
+            tuple(pages), now + self.lease_s, now + MAX_LIVES * self.lease_s, token
         )
 
     def renew(self, request_id: str, now: float) -> bool:
@@ -68,6 +76,11 @@ class LeaseLedger:
         """Of a live lease, not pinned; None when there is none."""
         lease = self._live(request_id, now)
         return None if lease is None else lease.pages
+
+    def token(self, request_id: str) -> int | None:
+        """The one that its holder sampled last, if it told."""
+        lease = self._leases.get(request_id)
+        return None if lease is None else lease.token
 
     def end_send(self, request_id: str, pages: tuple[int, ...], now: float) -> None:
         """Unpin what ``begin_send`` returned. The receiver of a failed send may try once more."""

@@ -100,6 +100,15 @@ class _Attached:
         return event
 
 
+@dataclass(slots=True, eq=False)
+class _Early:
+    """A request whose token its gateway has not heard yet. What follows it, if it comes here with
+    the pages, is kept until the gateway has submitted the request with it."""
+
+    gateway: _Attached
+    outputs: list[Output] = field(default_factory=list)
+
+
 class WorkerServer:
     """Serves one engine to any number of gateways.
 
@@ -120,7 +129,7 @@ class WorkerServer:
         self._clock = clock
         self._gateways: set[_Attached] = set()
         self._owner: dict[str, _Attached] = {}  # until the engine's last word on the request
-        self._early: dict[str, _Attached] = {}  # of early ones nothing is told
+        self._early: dict[str, _Early] = {}  # of these nothing is told
         self._heart: asyncio.Task[None] | None = None
 
     async def bind(self, host: str, port: int = 0) -> str:
@@ -192,10 +201,10 @@ class WorkerServer:
         finally:
             self._gateways.discard(gateway)
             reader.cancel()
-            for owners in (self._owner, self._early):
-                for request_id in [i for i, owner in owners.items() if owner is gateway]:
-                    self._engine.abort(request_id)
-            self._early = {i: owner for i, owner in self._early.items() if owner is not gateway}
+            early = [i for i, early in self._early.items() if early.gateway is gateway]
+            for request_id in [i for i, owner in self._owner.items() if owner is gateway] + early:
+                self._early.pop(request_id, None)
+                self._engine.abort(request_id)
 
     async def GetKVLedger(
         self,
@@ -240,16 +249,19 @@ class WorkerServer:
         if request_id in self._owner:
             error = "a request of this id is still running"
         elif message.early:
-            self._early[request_id] = gateway
+            self._early[request_id] = _Early(gateway)
             self._engine.submit(messages.sequence_from_wire(message, self._clock()))
         else:
-            self._early.pop(request_id, None)
+            early = self._early.pop(request_id, None)
             self._owner[request_id] = gateway
             try:
                 self._engine.submit(messages.sequence_from_wire(message, self._clock()))
             except ValueError as refusal:
                 del self._owner[request_id]
                 error = str(refusal)
+            else:
+                if early is not None and early.outputs:
+                    self._deliver(Report(tuple(early.outputs), self._engine.load()))
         if error is not None:
             refused = Output(request_id, finish_reason="error", error=error)
             gateway.put([refused], self._engine.load(), self._stance)
@@ -258,7 +270,9 @@ class WorkerServer:
         batches: dict[_Attached, list[Output]] = defaultdict(list)
         for output in report.outputs:
             owner = self._owner.get(output.request_id)
-            if owner is not None:
+            if output.request_id in self._early:
+                self._early[output.request_id].outputs.append(output)
+            elif owner is not None:
                 batches[owner].append(output)
                 if output.is_last:
                     del self._owner[output.request_id]

@@ -139,6 +139,53 @@ async def test_a_request_continues_on_another_worker_with_its_pages() -> None:
         await until_clean(pools, "d")
 
 
+async def run_ahead(pools: ChannelPools, decode: WorkerUnderTest, r: Request) -> Output:
+    """Reserve at "d" what "p" computes, and wait until "d" has two tokens more than anybody asked
+    it for. The last output of "p"."""
+    outputs = pools.submit("p", Submission(r, hand_off=True))
+    promise = (await anext(outputs)).promise
+    assert promise is not None
+    pools.reserve("d", Submission(r, handle=promise, early=True))
+    (first,) = await collect(outputs)
+    await until(lambda: decode.engine.load().output_tokens >= 2)
+    return first
+
+
+async def test_what_comes_before_the_request_was_submitted_is_told_then_in_order() -> None:
+    network = LoopbackNetwork()
+    prefill = WorkerUnderTest("p", "prefill", network)
+    decode = WorkerUnderTest("d", "decode", network)
+    prefill.executor.step_s = 0.02
+    async with attached(prefill, decode) as pools:
+        for name, first, max_tokens in (("long", 0, 40), ("over", 300, 3)):
+            r = request(name, *range(first, first + 200), max_tokens=max_tokens)
+            last = await run_ahead(pools, decode, r)
+            assert last.handle is not None and last.token is not None
+            late = Submission(r, output=(last.token.id,), handle=last.handle)
+            rest = await collect(pools.submit("d", late))
+            assert [last.token.id, *tokens_of(rest)] == answer_to(r.prompt, max_tokens)
+            assert all(output.fallback is None for output in rest)
+        assert decode.server.num_requests == 0
+        await until_clean(pools, "p")
+        await until_clean(pools, "d")
+
+
+async def test_nothing_goes_on_for_a_gateway_that_vanished_before_it_submitted() -> None:
+    network = LoopbackNetwork()
+    prefill = WorkerUnderTest("p", "prefill", network)
+    decode = WorkerUnderTest("d", "decode", network)
+    prefill.executor.step_s = decode.executor.step_s = 0.02
+    async with attached(prefill, decode) as pools:
+        await run_ahead(pools, decode, request("r", *range(200), max_tokens=300))
+        others = ChannelPools()
+        others.update({"d": decode.address})
+        await until(lambda: bool(others.workers()))
+        await pools.close()
+        await until_clean(others, "d")
+        assert decode.engine.load().running_seqs == 0
+        await others.close()
+
+
 async def test_an_abort_ends_the_request_and_frees_its_pages() -> None:
     worker = WorkerUnderTest("a")
     worker.executor.step_s = 0.01

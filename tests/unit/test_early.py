@@ -174,3 +174,51 @@ def test_who_waits_for_pages_is_told_of_progress_and_of_the_end():
     assert leases.holds("r", (1, 2)) and not leases.holds("r", (2,))
     leases.release("r")
     assert leases.ready("r", 0).result(0) is None
+
+
+def run_ahead(source: Worker, target: Worker, req: Request, num_tokens: int) -> None:
+    """The target computes so many tokens before anybody has submitted the request there."""
+    promised(source, req)
+    target.submit(req, handle=source.promises[req.id], is_early=True)
+    source.wait_for(req.id)
+    deadline = time.monotonic() + 5
+    while len(target.outputs.get(req.id, [])) < num_tokens:
+        target.read(deadline - time.monotonic())
+
+
+@pytest.mark.parametrize("num_tokens", [2, 10])
+def test_the_token_comes_with_the_pages(workers, num_tokens):
+    """Also when all of it is over before the gateway has said a word."""
+    source, target = workers
+    req = request("ahead", 500, num_tokens)
+    run_ahead(source, target, req, num_tokens - 1)
+    assert go_on(source, target, req) == expected(req)
+    assert [o.fallback for o in target.outputs["ahead"]] == [None] * (num_tokens - 1)
+    assert target.outputs["ahead"][-1].finish_reason == "length"
+
+
+def test_an_abort_ends_what_is_ahead(workers):
+    source, target = workers
+    target.runner.step_s = 0.005
+    run_ahead(source, target, request("gone", 300, 400), 2)
+    target.engine.abort("gone")
+    target.wait_for("gone")
+    again = request("gone", 40, 3)
+    target.outputs.clear()
+    target.submit(again)
+    target.wait_for("gone")
+    assert target.tokens("gone") == expected(again)
+
+
+def test_what_is_ahead_can_be_asked_to_leave(workers):
+    source, target = workers
+    target.runner.step_s = 0.005
+    req = request("leaves", 300, 400)
+    run_ahead(source, target, req, 2)
+    [first] = source.outputs["leaves"]
+    target.submit(req, output=[first.token.id], handle=first.handle, hand_off=True)
+    target.wait_for("leaves")
+    handle = target.outputs["leaves"][-1].handle
+    tokens = source.tokens("leaves") + target.tokens("leaves")
+    assert handle is not None and tokens == expected(req)[: handle.num_tokens - 300 + 1]
+    target.engine.abort("leaves")

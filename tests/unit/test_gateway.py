@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvtransfer.core.handle import KVHandle
 from serving.errors import (
     Aborted,
     BadRequest,
@@ -21,7 +22,7 @@ from serving.errors import (
 from serving.gateway import Gateway
 from serving.generation import Delta, Generation
 from serving.pools import Submission, WorkerLost
-from tests.fakes import Event, FakePools, Script, hashed, scripted, worker
+from tests.fakes import LAYOUT, Event, FakePools, Script, hashed, scripted, worker
 from tests.front import MODEL, TOKENIZER
 from workers.core.output import Output, Token
 from workers.core.pace import Pace
@@ -443,6 +444,33 @@ async def test_a_drained_worker_s_stream_goes_on_elsewhere_with_its_pages() -> N
     assert final.usage.completion_tokens == 20
     await collect(front, generation("second"))
     assert len(pools.submitted("decode-0")) == 1 and not pools.held
+
+
+async def test_what_was_reserved_is_given_up_when_the_stream_goes_elsewhere() -> None:
+    """The worker that was to go on is leaving by the time the first token is there."""
+    normal, promised = hashed(), False
+
+    def script(worker_id: str, submission: Submission, position: int) -> Event:
+        nonlocal promised
+        if worker_id != "prefill-0" or promised:
+            return normal(worker_id, submission, position)
+        promised = True
+        return Output("", promise=KVHandle("r", "prefill-0", "1", 3, 1, LAYOUT))
+
+    pools = FakePools(*SPLIT, script=script, delay_s=0.001)
+    front = gateway(pools)
+    async with aclosing(front.generate(generation(mode="disaggregated"))) as deltas:
+        answer = asyncio.create_task(anext(deltas))
+        while not pools.reserved:
+            await asyncio.sleep(0)
+        pools.views["decode-1"] = worker("decode-1")
+        pools.drain("decode-0")
+        first = await answer
+        rest = [await anext(deltas)]
+        assert ("decode-0", "r") in pools.aborts
+        rest += [delta async for delta in deltas]
+    assert ids([first, *rest]) == expected(8)
+    assert not pools.submitted("decode-0") and pools.submitted("decode-1") and not pools.held
 
 
 async def test_a_drain_with_nobody_else_leaves_the_stream_where_it_is() -> None:

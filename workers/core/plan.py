@@ -58,3 +58,14 @@ class StepPlan:
             decode_seqs=len(self.decodes),
             decode_context=sum(seq.num_computed for seq in self.decodes),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What became of one of a plan's fetches, or of an early one."""
+
+    was_early: bool
+    failure: str | None  # why its pages are not here
+    token: int | None  # that follows, when it came with an early one's pages
+    num_bytes: int
+    took_s: float
