@@ -120,6 +120,7 @@ class Routing:
             total_tokens=total,
             output_tokens=min(fleet.output_tokens, most),
             brief=1.0 if most <= FORGIVEN else fleet.brief,
+            others_brief=fleet.brief,
             slo=generation.slo,
             priority=generation.priority,
             waited_s=max(0.0, self._clock() - generation.arrived_at),

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import xxhash
 
-from workers.core.latency import LatencyModel, restored
+from workers.core.latency import LatencyModel, fitted, restored
 from workers.core.output import Token
 from workers.core.plan import Chunk, StepPlan
 from workers.core.request import Phase, Request, Sampling, Sequence
@@ -79,14 +79,15 @@ def calibrate(
     clock: Callable[[], float] = time.monotonic,
 ) -> LatencyModel:
     """A model of the steps that fit ``max_s``; what would take too long is left out."""
-    latency, rng, end = LatencyModel(), random.Random(0), clock() + max_s
+    guess, rng, end = LatencyModel(), random.Random(0), clock() + max_s
+    samples = []
     for num_decodes, context, start, length in SHAPES * MAX_ROUNDS:
         chunks = [(start, min(length, bounds.max_chunk))] if length else []
         plan = plan_of(rng, bounds, [context] * min(num_decodes, bounds.max_decodes), chunks)
-        if latency.step_s(plan.shape) <= end - clock():
-            latency.observe(plan.shape, _run(executor, plan, clock))
-    latency.settle()
-    return latency
+        if guess.step_s(plan.shape) <= end - clock():
+            samples.append((plan.shape, _run(executor, plan, clock)))
+            guess.observe(*samples[-1])
+    return fitted(samples)
 
 
 def _run(executor: Executor, plan: StepPlan, clock: Callable[[], float]) -> float:

@@ -16,7 +16,6 @@ from serving.core.router import AUTO
 from workers.core.request import SLO, Request, Sampling
 
 DEFAULT_SLO = SLO()
-MAX_SKIPPING = 128  # workers; among more of them somebody arrives at every moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class Cluster:
         self.gave_up = False
         self._last_arrival = 0.0
         if skips is None:
-            skips = faults == NO_FAULTS and self._num_gpus <= MAX_SKIPPING
+            skips = faults == NO_FAULTS
         self._skips = skips  # quiet steps, where nothing else can look in between
         self._pools = [
             (f"{pool.role}-{i}", pool) for pool in pools for i in range(pool.num_workers)
@@ -106,7 +105,7 @@ class Cluster:
         return self._result()
 
     def catch_up(self) -> None:
-        """Before somebody looks at the workers: those that skip quiet steps see to what has passed
+        """Before somebody looks at all workers: those that skip quiet steps see to what has passed
         of them."""
         if self._skips:
             for worker in self.workers.values():
@@ -142,7 +141,6 @@ class Cluster:
         if self._faults.aborts and self._rng.random() < self._faults.aborts:
             patience_s = self._rng.random() * self._faults.max_patience_s
             self.clock.after(patience_s, self.gateway.leave, request.id)
-        self.catch_up()
         if self._max_broken is not None:
             self._judge()
         self.gateway.arrive(request, outcome)

@@ -5,7 +5,7 @@ when its worker is lost, let go everywhere when it ends.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from kvtransfer.core.handle import KVHandle
 from serving.core.admission import admit
 from serving.core.demand import DemandMeter
 from serving.core.fleet import SEEN_WHOLE, Fleet
-from serving.core.predict import FORGIVEN, Ask
+from serving.core.predict import FORGIVEN, Ask, ReplicaView
 from serving.core.prefixes import Prefixes, names_of
 from serving.core.router import AUTO, NoRoute, rehome, route
 from workers.core.output import Load
@@ -209,7 +209,7 @@ class SimGateway:
         now, fleet = self._clock.now, self._fleet
         ask = self._ask(call)
         try:
-            views = fleet.some(now, ask.cached, call.lost)
+            views = self._look(fleet.draw(ask.cached, call.lost))
             demand = fleet.demand(now)
             decision = route(ask, views, now, mode=self._mode, avoid=call.lost, demand=demand)
         except NoRoute as error:
@@ -231,6 +231,7 @@ class SimGateway:
             total_tokens=request.max_tokens_total,
             output_tokens=min(self._fleet.output_tokens, request.sampling.max_tokens),
             brief=1.0 if request.sampling.max_tokens <= FORGIVEN else self._fleet.brief,
+            others_brief=self._fleet.brief,
             slo=request.slo,
             priority=request.priority,
             waited_s=self._clock.now - request.arrived_at,
@@ -257,7 +258,7 @@ class SimGateway:
             return
         home, call.target = call.target or call.decode, ""
         if not self._takes_new(home):
-            total, homes = call.request.max_tokens_total, self._fleet.everybody(self._clock.now)
+            total, homes = call.request.max_tokens_total, self._everybody()
             home = rehome(total, homes, (worker_id, *call.lost)) or ""
         if home and home != call.decode:
             self._fleet.expect(home, call.request.id, self._ask(call))
@@ -269,9 +270,9 @@ class SimGateway:
 
     def _empty(self, worker_id: str) -> None:
         """Let the streams of a worker move to where they do better."""
-        attached, now = self._attached[worker_id], self._clock.now
+        attached = self._attached[worker_id]
         for call in [call for call in self._calls.values() if call.worker == worker_id]:
-            everybody = self._fleet.everybody(now)
+            everybody = self._everybody()
             homes = [r for r in everybody if attached.is_leaving or r.role != "prefill"]
             home = rehome(call.request.max_tokens_total, homes, (worker_id, *call.lost))
             if home is not None:
@@ -339,6 +340,17 @@ class SimGateway:
         attached = self._attached.get(worker_id)
         if attached is not None:
             attached.channel.send(attached.worker.abort, name)
+
+    def _everybody(self) -> list[ReplicaView]:
+        return self._look(self._fleet.names)
+
+    def _look(self, names: Iterable[str]) -> list[ReplicaView]:
+        """At workers as they are now, whatever they have skipped."""
+        now, views = self._clock.now, []
+        for name in names:
+            self._attached[name].worker.catch_up()
+            views.append(self._fleet.look(name, now))
+        return views
 
     def _takes_new(self, worker_id: str) -> bool:
         attached = self._attached.get(worker_id)

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from workers.calibrate import MAX_ROUNDS, SHAPES
-from workers.core.latency import LatencyModel, restored
+from workers.core.latency import LatencyModel, fitted, restored
 from workers.core.plan import BatchShape
 
 
@@ -74,10 +74,8 @@ def calibrated(latency: Latency) -> LatencyModel:
 
 @lru_cache(maxsize=64)
 def _calibration(latency: Latency) -> dict[str, object]:
-    model = LatencyModel()
-    for num_decodes, context, start, length in SHAPES * MAX_ROUNDS:
-        attended = length * (start + length)
-        shape = BatchShape(length, attended, num_decodes, num_decodes * context)
-        model.observe(shape, latency.step_s(shape))
-    model.settle()
-    return model.snapshot()
+    shapes = [
+        BatchShape(length, length * (start + length), num_decodes, num_decodes * context)
+        for num_decodes, context, start, length in SHAPES * MAX_ROUNDS
+    ]
+    return fitted([(shape, latency.step_s(shape)) for shape in shapes]).snapshot()

@@ -5,7 +5,7 @@ sends it something, first lets it catch up, and finds what it would have found.
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from bench.sim.latency import Latency
 from workers.core.plan import BatchShape, StepPlan
@@ -38,12 +38,11 @@ def look_ahead(
     plan: StepPlan, num_steps: int, now: float, latency: Latency, host_s: float
 ) -> QuietRun:
     """The next so many steps."""
-    run, shape = QuietRun(plan), plan.shape
-    for _ in range(num_steps):
+    run, num, context = QuietRun(plan), len(plan.decodes), plan.shape.decode_context
+    run.shapes = [BatchShape(0, 0, num, context + i * num) for i in range(num_steps)]
+    for shape in run.shapes:
         seconds = latency.step_s(shape) + host_s
         now += seconds
-        run.shapes.append(shape)
         run.seconds.append(seconds)
         run.ends.append(now)
-        shape = replace(shape, decode_context=shape.decode_context + shape.decode_seqs)
     return run

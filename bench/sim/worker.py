@@ -157,7 +157,7 @@ class SimWorker:
     def die(self) -> None:
         """What it held and computed is gone; nothing it was about to do happens."""
         self.catch_up()
-        self.is_dead = True
+        self.is_dead, self._quiet = True, None
 
     @property
     def is_clean(self) -> bool:

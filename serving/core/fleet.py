@@ -181,16 +181,25 @@ class Fleet:
     def look(self, id: str, now: float) -> ReplicaView:
         return self._seats[id].look(now)
 
+    @property
+    def names(self) -> list[str]:
+        """Of who takes new work; of those that are leaving only when nobody else is there."""
+        return [seat.id for seat in self._open]
+
     def everybody(self, now: float) -> list[ReplicaView]:
-        """Who takes new work; those that are leaving only when nobody else is there."""
+        """Them."""
         return [seat.look(now) for seat in self._open]
 
     def some(
         self, now: float, cached: Mapping[str, int], avoid: Collection[str] = ()
     ) -> list[ReplicaView]:
         """Those that a request chooses from."""
+        return [self._seats[name].look(now) for name in self.draw(cached, avoid)]
+
+    def draw(self, cached: Mapping[str, int], avoid: Collection[str] = ()) -> list[str]:
+        """Their names."""
         if len(self._open) <= self._seen_whole:
-            return self.everybody(now)
+            return self.names
         names: dict[str, None] = {}
         for group in self._by_role.values():
             few = len(group) <= DRAWN
@@ -199,8 +208,8 @@ class Fleet:
         best = sorted(known, key=lambda id: (-cached[id], id))[:HOLDERS]
         names.update(dict.fromkeys(id for id in best if not self._seats[id].is_leaving))
         if all(name in avoid for name in names):
-            return self.everybody(now)
-        return [self._seats[name].look(now) for name in names]
+            return self.names
+        return list(names)
 
     # ------------------------------------------------------------------ requests
 

@@ -14,7 +14,12 @@ from dataclasses import dataclass, field
 from math import erfc, log, sqrt
 from typing import NamedTuple
 
-from workers.core.budget import CEILING_S, FLOOR_TOKENS, PATIENCE, bounds_of
+from workers.core.budget import (
+    CEILING_S,
+    FLOOR_TOKENS,
+    PATIENCE,
+    bounds_of,
+)
 from workers.core.latency import KNEE
 from workers.core.pace import Pace
 from workers.core.request import SLO
@@ -26,6 +31,7 @@ MIN_ITL_SPREAD = 0.03
 GAP_SPREAD = 0.15  # of the gap at a hand-off: when the step there ends is not known
 FORGIVEN = 100  # a stream of more tokens may have one late gap and still is even
 PLENTY = 0.4  # of the room for prompts is used: then there is plenty
+GROWTH = 0.1  # of the log of a step's time, in a second: streams that nobody knows of yet
 MEETS = 0.5  # chance that a stream arrives while a prompt is computed that is there before it
 LONG_QUEUE = 64  # prompts of it that are looked at one by one
 MIN_S = 1e-6
@@ -70,6 +76,7 @@ class Ask:
     total_tokens: int  # that it may grow to
     output_tokens: float = 128.0  # that are expected
     brief: float = 0.5  # chance that they are so few that no late gap is forgiven
+    others_brief: float = 0.5  # the same of requests that run beside it
     slo: SLO = DEFAULT_SLO
     priority: int = 0
     waited_s: float = 0.0  # since it arrived
@@ -177,14 +184,37 @@ def prompt_on(ask: Ask, w: ReplicaView, now: float, yard: Pace) -> Prompt:
     queue_s = residual_s + share.lasts(line.ahead_s)
     prefill_s = work_s + share.decode_s * max(1.0, work_s / share.chunk_s)
     late = _late_ttft(ask, pace, queue_s + prefill_s)
-    harm = line.num_delayed
-    if w.arriving_seqs:  # they would meet steps that are full of this prompt
-        gap_s = 1.5 * (share.decode_s + min(share.chunk_s, work_s))
-        harm += MEETS * w.arriving_seqs * late_gap(gap_s, ask, pace.spread)
+    harm = line.num_delayed + _harm_to_streams(ask, w, share, work_s)
     own_s = _work_s(ask, w, yard)
     part = min(1.0, share.chunk_s / work_s)
     last = int(part * ask.tokens) if ask.is_early else ask.tokens
     return Prompt(w, queue_s, prefill_s, late, harm, own_s, share.of_prompts, last)
+
+
+def _harm_to_streams(ask: Ask, w: ReplicaView, share: Share, work_s: float) -> float:
+    """Promises to streams there, and to those that arrive meanwhile, that steps with this prompt
+    in them break, and steps without it would not."""
+    pace, promised, harm = w.pace, w.promised_itl_s, 0.0
+    num_streams = w.decode_seqs + w.coming_seqs
+    if w.arriving_seqs:
+        spread = GAP_SPREAD + pace.spread
+        full_s = share.decode_s + min(share.chunk_s, work_s)
+        kept = [on_time(1.5 * s, ask.slo.itl_s, spread) for s in (share.decode_s, full_s)]
+        harm = MEETS * w.arriving_seqs * ask.others_brief * (kept[0] - kept[1])
+    if num_streams and promised:
+        least_s = share.decode_s + _least_chunk_s(pace, share, work_s)
+        num_steps = max(1.0, work_s / share.chunk_s)
+        spread = max(MIN_ITL_SPREAD, pace.spread) + GROWTH * min(1.0, num_steps * share.decode_s)
+        late = on_time(share.decode_s, promised, spread) - on_time(least_s, promised, spread)
+        harm += num_streams * late * (1.0 - (1.0 - ask.others_brief) ** num_steps)
+    return harm
+
+
+def _least_chunk_s(pace: Pace, share: Share, work_s: float) -> float:
+    """Of a prompt, in each step, however tight it gets: a fixed budget knows no promises."""
+    if not pace.is_online:
+        return min(share.chunk_s, work_s)
+    return FLOOR_TOKENS * (pace.coefficients[1] + pace.coefficients[5])
 
 
 def queued_work_s(w: ReplicaView) -> float:

@@ -129,6 +129,14 @@ def test_prompts_move_when_decodes_alone_break_the_promise():
     assert alone > 0.03 and gaps(s)[-1] < 2 * alone
 
 
+def test_a_promise_that_is_kept_with_nothing_to_spare_is_not_given_up():
+    model, decodes = LatencyModel(CPU, 0.02), BatchShape(0, 0, 8, 8000)
+    alone = model.step_s(decodes)
+    spare, lost = (room_for(model, decodes, itl_s) for itl_s in (alone + 0.001, alone - 0.001))
+    assert spare.longest(0, 500) == spare.floor_tokens
+    assert lost.longest(0, 500) > 2 * spare.floor_tokens
+
+
 def test_a_lone_prompt_has_long_steps_but_not_so_long_that_a_newcomer_waits():
     s = stepper(machine=Machine(noise=0.0))
     s.submit(request("long", 4000, 2))

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from workers.core.latency import GUESS, LatencyModel, features, restored
+from workers.core.latency import GUESS, LatencyModel, features, fitted, restored
 from workers.core.pace import pace_of
 from workers.core.plan import BatchShape
 from workers.core.policy import Limits
@@ -118,6 +118,22 @@ def test_a_feature_that_only_fits_noise_never_makes_work_pay():
     assert min(model.coefficients) >= 0
     more = BatchShape(64, 64 * 64, 4, 400)
     assert model.step_s(more) >= model.step_s(BatchShape(0, 0, 4, 400))
+
+
+@pytest.mark.parametrize("times", [0.02, 1.0, 10.0])
+def test_how_far_off_the_first_guess_was_is_no_noise(times):
+    """A GPU is a hundred times as fast as the guess: its first steps shall be no shorter for it."""
+    machine = Machine(9, noise=0.01, stalls=0.0)
+    machine.slow = times
+    samples = [(shape, machine.step_s(shape)) for shape in (machine.shape() for _ in range(60))]
+    model = fitted(samples)
+    assert model.is_measured and model.margin(True) < 1.15 and model.margin(False) < 1.15
+    errors = [abs(model.step_s(shape) / seconds - 1) for shape, seconds in samples]
+    assert statistics.median(errors) < 0.02
+
+
+def test_without_a_sample_the_guess_stays():
+    assert fitted([]).coefficients == pytest.approx(GUESS)
 
 
 def test_a_snapshot_predicts_the_same():

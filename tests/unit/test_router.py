@@ -113,6 +113,24 @@ def test_a_decode_worker_at_its_limit_gets_no_more_streams() -> None:
     assert stream_on(Ask(100, 200, slo=SLO(2.0, 0.1)), full, A100).harm > 1
 
 
+def test_a_prompt_keeps_clear_of_streams_whose_steps_have_nothing_to_spare() -> None:
+    """Even the few tokens that every prompt is given in a step would break all their promises."""
+    ask = Ask(900, 950, output_tokens=50.0, brief=1.0, slo=TIGHT_ITL)
+    tight, free = (promised(view("decode-0", decode_seqs=n), 0.015) for n in (80, 20))
+    assert prompt_on(ask, tight, 0.0, A100).harm > 5
+    assert prompt_on(ask, free, 0.0, A100).harm < 0.1
+
+
+def test_who_arrives_late_anyway_is_not_harmed() -> None:
+    ask = Ask(900, 950, slo=TIGHT_ITL, others_brief=1.0)
+    late, early = (
+        replace(view("decode-0", decode_seqs=n), arriving_seqs=4, promised_itl_s=0.0)
+        for n in (80, 1)
+    )
+    harms = [prompt_on(ask, w, 0.0, A100).harm for w in (late, early)]
+    assert harms[0] < 0.2 < harms[1]
+
+
 def test_what_is_cached_is_no_work() -> None:
     workers = [view("mixed-0"), view("mixed-1", decode_seqs=4)]
     ask = Ask(4000, 4100, cached={"mixed-1": 3840})

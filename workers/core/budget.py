@@ -75,11 +75,10 @@ class Bounds(NamedTuple):
 def bounds_of(alone_s: float, itl_s: float, margin: float) -> Bounds:
     """For decodes that take ``alone_s`` by themselves, the tightest of them promised gaps of
     ``itl_s``; ``margin`` makes a plain prediction a confident one."""
-    promised = itl_s - DELIVERY_S
-    if alone_s > promised:  # lost with or without prompts
+    if alone_s > itl_s:  # lost with or without prompts
         ceiling = alone_s * (1 + LOST_SHARE)
         return Bounds(inf, ceiling, ceiling)
-    ceiling = max(CEILING_S, alone_s)
+    promised, ceiling = itl_s - DELIVERY_S, max(CEILING_S, alone_s)
     return Bounds(promised, ceiling, min(ceiling, promised / margin))
 
 

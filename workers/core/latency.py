@@ -13,7 +13,7 @@ turns slower.
 The model knows shapes and seconds. It refuses to know clocks: whoever ran the step measured it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import exp, log, sqrt
 
 from workers.core.plan import BatchShape
@@ -173,10 +173,7 @@ class LatencyModel:
             self._solve()
 
     def _solve(self) -> None:
-        size = self.coefficients[0] + sum(
-            c * x for c, x in zip(self._prior[1:], TYPICAL[1:], strict=True)
-        )
-        scale = [max(c, 0.05 * size / x, 1e-12) for c, x in zip(self._prior, TYPICAL, strict=True)]
+        scale = _scale(self.coefficients[0], self._prior)
         memories = (self._prompts.memory, self._decodes.memory)
         self.coefficients = solve(memories, self._prior, scale, self._prior_weight)
 
@@ -199,6 +196,26 @@ class LatencyModel:
             "coefficients": list(self.current()),
             "spread": self.spread,
         }
+
+
+def _scale(fixed_s: float, prior: tuple[float, ...]) -> list[float]:
+    """By how much each coefficient may be off."""
+    size = fixed_s + sum(c * x for c, x in zip(prior[1:], TYPICAL[1:], strict=True))
+    return [max(c, 0.05 * size / x, 1e-12) for c, x in zip(prior, TYPICAL, strict=True)]
+
+
+def fitted(samples: Sequence[tuple[BatchShape, float]]) -> LatencyModel:
+    """What steps of these shapes and seconds suggest, all of them together. A model that learns
+    one by one takes how far off its first guess was for noise, and is cautious for long: a guess
+    for a CPU is a hundred times off on a GPU."""
+    memory = Memory(len(GUESS), MEMORY)
+    for shape, seconds in samples[COLD_STEPS:]:
+        memory.add(features(shape), max(seconds, TICK_S))
+    model = LatencyModel(solve([memory], GUESS, _scale(GUESS[0], GUESS), GUESS_WEIGHT))
+    for shape, seconds in samples:
+        model.observe(shape, seconds)
+    model.settle()
+    return model
 
 
 def restored(snapshot: object) -> LatencyModel:
