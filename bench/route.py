@@ -1,17 +1,21 @@
 """Who wins where: every request mixed, every request disaggregated, or the router's choice each.
 
-    python -m bench.route --traces ../shared/traces [--workers 4 8 32] [--requests 400]
+    python -m bench.route --traces ../shared/traces [--workers 4 8 32] [--requests 300]
 
 The live router, schedulers and step budgets in virtual time, at several parts of what the cluster
 could carry, for promises of several kinds. Disaggregated is given the best of several fixed splits
-into prefill and decode workers at each point, found with hindsight. Auto gets one set of roles for
-each trace and pair of promises, from their mean lengths alone (``prefill_workers``; live, the
-autoscaler sets roles), and then chooses for each request. ``oracle`` is the best of everything
-tried at a point, auto with other roles included. Writes ``bench/results/route.jsonl``.
+into prefill and decode workers at each point, found with hindsight. Auto is not: its roles are
+those that did best on the requests before the measured ones, at a slightly higher rate, as
+``evenflow plan`` would set them (live, the autoscaler does); then it chooses for each request.
+
+With hindsight are also ``threshold``, what others do (disaggregated from so many prompt tokens on,
+the best of several numbers and splits; on small clusters only), and ``best``, the best of all that
+was tried at a point, auto with other roles included: ``regret`` is what auto misses of it. Writes
+``bench/results/route.jsonl``.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -23,10 +27,10 @@ from bench.sim.outcome import Summary
 from bench.sim.worker import LLAMA_8B, WorkerSpec
 from bench.sim.workload import Workload, load
 from serving.console import out
-from serving.core.predict import FORGIVEN
+from serving.core.router import AUTO, DISAGGREGATED, MIXED
 from workers.core.budget import CEILING_S
 from workers.core.policy import Limits
-from workers.core.request import SLO
+from workers.core.request import SLO, Request
 
 MODEL = Coefficients()
 MAX_TOKENS = 2048
@@ -40,8 +44,9 @@ SPEC = WorkerSpec(
 LONGEST = 60_000  # tokens of a request; longer ones are left out
 SPLITS = (0.25, 0.5, 0.75)
 LOADS = (0.5, 0.7, 0.85, 1.0, 1.2)
-CLEARLY = 1.1  # times what mixed workers carry: then there are roles
-TOKEN_BYTES = LAYOUT.page_bytes / LAYOUT.page_size
+HEADROOM = 1.15  # times the rate: what roles are planned for
+THRESHOLDS = (256, 1024, 3000)  # prompt tokens
+FEW = 4  # workers, up to which thresholds are tried
 SLOS = {
     "TTFT-tight": SLO(0.3, 0.1),
     "ITL-tight": SLO(2.0, 0.015),
@@ -57,8 +62,6 @@ class Means:
 
     prompt_s: float
     stream_s: float
-    prompt_tokens: float
-    brief: float  # part of them whose answer is too short to be forgiven a late gap
 
     def carried(self, itl_s: float) -> tuple[float, float]:
         """Requests a second and worker, all mixed and all disaggregated, if none ever waits and
@@ -67,16 +70,6 @@ class Means:
         alone = 1 - MODEL.fixed_s / (MODEL.fixed_s + MAX_TOKENS * MODEL.prefill_token_s)
         mixed = useful / (self.prompt_s + self.stream_s)
         return mixed, 1 / (self.prompt_s / alone + self.stream_s / useful)
-
-    def prefill_workers(self, itl_s: float, workers: int) -> int:
-        """How many of them had better only prefill; 0 when mixed workers carry about as much."""
-        mixed, split = self.carried(itl_s)
-        gap_s = MODEL.transfer_s(int(self.prompt_tokens * TOKEN_BYTES)) + 1.5 * MODEL.fixed_s
-        kept = 1.0 - self.brief * (gap_s > 0.5 * itl_s)  # at a hand-off
-        if split * kept < CLEARLY * mixed:
-            return 0
-        alone = 1 - MODEL.fixed_s / (MODEL.fixed_s + MAX_TOKENS * MODEL.prefill_token_s)
-        return min(workers - 1, max(1, round(workers * split * self.prompt_s / alone)))
 
 
 def means_of(workload: Workload) -> Means:
@@ -89,42 +82,63 @@ def means_of(workload: Workload) -> Means:
         a.num_output * (m.decode_s + m.context_s * (a.num_prompt + a.num_output / 2))
         for a in workload.arrivals
     ]
-    return Means(
-        mean(prompts),
-        mean(streams),
-        mean(a.num_prompt for a in workload.arrivals),
-        mean(a.num_output <= FORGIVEN for a in workload.arrivals),
-    )
+    return Means(mean(prompts), mean(streams))
 
 
-def run(workload: Workload, slo: SLO, mode: str, workers: int, prefill: int) -> Summary:
+Mode = str | Callable[[Request], str]
+
+
+def run(workload: Workload, slo: SLO, mode: Mode, workers: int, prefill: int) -> Summary:
     pools = [Pool("mixed", workers, SPEC)]
     if prefill:
         pools = [Pool("prefill", prefill, SPEC), Pool("decode", workers - prefill, SPEC)]
     return Cluster(pools, mode=mode).run(workload, slo).summary
 
 
-def compare(workload: Workload, slo: SLO, workers: int) -> dict[str, object]:
-    """All ways at one point. Goodput counts requests that kept both promises, per second of
-    arrivals."""
-    splits = sorted({min(workers - 1, max(1, round(part * workers))) for part in SPLITS})
-    roles = means_of(workload).prefill_workers(slo.itl_s, workers)
-    mixed = run(workload, slo, "mixed", workers, 0)
-    split = {n: run(workload, slo, "disaggregated", workers, n) for n in splits}
-    best = max(splits, key=lambda n: split[n].attainment)
-    auto = {n: run(workload, slo, "auto", workers, n) for n in {0, roles, best}}
-    chosen = auto[roles]
-    better = max(mixed.attainment, split[best].attainment)
-    oracle = max(better, *(summary.attainment for summary in auto.values()))
+def above(tokens: int) -> Callable[[Request], str]:
+    """Longer prompts are disaggregated."""
+    return lambda request: DISAGGREGATED if len(request.prompt) > tokens else MIXED
+
+
+def splits_of(workers: int) -> list[int]:
+    """Prefill workers."""
+    return sorted({min(workers - 1, max(1, round(part * workers))) for part in SPLITS})
+
+
+def planned(before: Workload, slo: SLO, workers: int) -> int:
+    """Prefill workers that would serve those requests best if some more came; 0: all are mixed."""
+    more = before.at_rate(HEADROOM * before.rate)
+    found = {n: run(more, slo, AUTO, workers, n).attainment for n in (0, *splits_of(workers))}
+    return max(found, key=lambda n: found[n])
+
+
+def compare(before: Workload, workload: Workload, slo: SLO, workers: int) -> dict[str, object]:
+    """All ways at one point. Attainment is the part of the requests that kept both promises."""
+    splits = splits_of(workers)
+    mixed = run(workload, slo, MIXED, workers, 0).attainment
+    split = {n: run(workload, slo, DISAGGREGATED, workers, n).attainment for n in splits}
+    auto = {n: run(workload, slo, AUTO, workers, n) for n in (0, *splits)}
+    rules = {
+        (tokens, n): run(workload, slo, above(tokens), workers, n).attainment
+        for tokens in THRESHOLDS
+        for n in splits
+        if workers <= FEW
+    }
+    roles = planned(before, slo, workers)
+    most, chosen = max(split, key=lambda n: split[n]), auto[roles]
+    better = max(mixed, split[most])
+    best = max(better, *rules.values(), *(summary.attainment for summary in auto.values()))
     return {
-        "mixed": round(mixed.attainment, 3),
-        "disaggregated": round(split[best].attainment, 3),
-        "best_prefill": best,
+        "mixed": round(mixed, 3),
+        "disaggregated": round(split[most], 3),
+        "best_prefill": most,
         "auto": round(chosen.attainment, 3),
         "auto_prefill": roles,
         "auto_part_split": round(chosen.part_split, 2),
         "auto_to_better": round(chosen.attainment / max(better, 1e-9), 3),
-        "regret": round(oracle - chosen.attainment, 3),
+        "threshold": round(max(rules.values()), 3) if rules else None,
+        "best": round(best, 3),
+        "regret": round(best - chosen.attainment, 3),
     }
 
 
@@ -132,18 +146,19 @@ def points(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     for workers in args.workers:
         for name in args.files:
             num_requests = args.requests * max(1, workers // 8)
-            trace = load(args.traces / name).fitting(LONGEST).first(num_requests)
+            whole = load(args.traces / name).fitting(LONGEST)
+            first, trace = whole.first(num_requests), whole.part(num_requests, 2 * num_requests)
             for kind in args.slos:
                 slo = SLOS[kind]
                 most = workers * max(means_of(trace).carried(slo.itl_s))
                 for part in args.loads:
-                    workload = trace.at_rate(part * most)
+                    before, workload = first.at_rate(part * most), trace.at_rate(part * most)
                     where = {"workers": workers, "trace": trace.name, "slo": kind, "load": part}
                     yield {
                         **where,
                         **asdict(slo),
                         "rate": round(part * most, 2),
-                        **compare(workload, slo, workers),
+                        **compare(before, workload, slo, workers),
                     }
 
 
@@ -152,7 +167,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, required=True, help="folder of the trace files")
     parser.add_argument("--files", nargs="+", default=list(FILES))
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8, 32])
-    parser.add_argument("--requests", type=int, default=400, help="for up to 8 workers")
+    parser.add_argument("--requests", type=int, default=300, help="for up to 8 workers")
     parser.add_argument("--loads", type=float, nargs="+", default=list(LOADS))
     parser.add_argument("--slos", nargs="+", default=list(SLOS), choices=list(SLOS))
     args = parser.parse_args()

@@ -49,7 +49,7 @@ class Cluster:
         self,
         pools: Sequence[Pool],
         *,
-        mode: str = AUTO,
+        mode: str | Callable[[Request], str] = AUTO,
         faults: Faults = NO_FAULTS,
         seed: int = 0,
         max_queue: int = 256,

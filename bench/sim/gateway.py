@@ -54,7 +54,8 @@ class Attached:
 
 
 class SimGateway:
-    """``ended`` gets the Outcome of each call, once."""
+    """``ended`` gets the Outcome of each call, once. ``mode`` is every request's, or tells each
+    one's."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class SimGateway:
         faults: Faults,
         rng: random.Random,
         *,
-        mode: str = AUTO,
+        mode: str | Callable[[Request], str] = AUTO,
         max_queue: int = 256,
         seen_whole: int = SEEN_WHOLE,
         ended: Callable[[Call], None],
@@ -206,12 +207,14 @@ class SimGateway:
             self._end(call, "aborted")
 
     def _route(self, call: Call) -> None:
-        now, fleet = self._clock.now, self._fleet
+        now, fleet, mode = self._clock.now, self._fleet, self._mode
+        if not isinstance(mode, str):
+            mode = mode(call.request)
         ask = self._ask(call)
         try:
             views = self._look(fleet.draw(ask.cached, call.lost))
             demand = fleet.demand(now)
-            decision = route(ask, views, now, mode=self._mode, avoid=call.lost, demand=demand)
+            decision = route(ask, views, now, mode=mode, avoid=call.lost, demand=demand)
         except NoRoute as error:
             self._end(call, f"no route: {error}")
             return
