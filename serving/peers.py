@@ -1,11 +1,13 @@
 """The other gateways of a deployment, as far as the shared state tells: who is there, and how busy.
 
 Each gateway holds a lease under ``gateway:<id>`` and renews it; one that dies is forgotten when its
-lease ends. Nothing waits for this: it is news, a few seconds old.
+lease ends. Nothing waits for this: it is news, a few seconds old. The one that has been there
+longest leads: what is to be done once, for all of them, it does.
 """
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,6 +28,7 @@ class Peers:
     ) -> None:
         self._store, self._facts, self._period_s = store, facts, period_s
         self.id = secrets.token_hex(6)
+        self._since = round(time.time(), 3)
         self._known: dict[str, Facts] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -45,9 +48,21 @@ class Peers:
         """Every gateway with a lease when this one last looked, itself included."""
         return [{"id": name, **facts} for name, facts in sorted(self._known.items())]
 
+    @property
+    def leads(self) -> bool:
+        """Of those with a lease when it last looked, this one is the eldest. So is one that has not
+        looked yet, or is alone."""
+        everyone = [(facts.get("since", 0.0), name) for name, facts in self._known.items()]
+        return min(everyone, default=(self._since, self.id)) >= (self._since, self.id)
+
+    @property
+    def is_alone(self) -> bool:
+        return len(self._known) < 2
+
     async def _run(self, addresses: Facts) -> None:
         while True:
-            await self._store.set(PREFIX + self.id, {**addresses, **self._facts()}, LEASE_S)
+            facts = {"since": self._since, **addresses, **self._facts()}
+            await self._store.set(PREFIX + self.id, facts, LEASE_S)
             found = await self._store.scan(PREFIX)
             self._known = {key.removeprefix(PREFIX): facts for key, facts in found.items()}
             await asyncio.sleep(self._period_s)

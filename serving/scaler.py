@@ -1,8 +1,8 @@
 """Clocks 3 and 4 live: once a period, ask the autoscaler and do what it says.
 
 It gathers what the gateway knows of its workers and of what is asked for, and says why something
-changed: in the log, the metrics, the state store and the status. It refuses to know how a replica
-is started: ``Replicas`` does.
+changed: in the log, the metrics, the state store and the status. Of several gateways the one that
+leads does so. It refuses to know how a replica is started: ``Replicas`` does.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from serving.core.capacity import StepCosts
 from serving.core.scaling import (
     ADD,
     FLIP,
+    HOLD,
     REMOVE,
     PoolStats,
     ScaleDecision,
@@ -88,9 +89,11 @@ class Scaler:
 
     async def step(self) -> ScaleDecision:
         """One period."""
-        if not self._targets:
-            self._targets = dict(await self._replicas.targets())
         now = self._clock()
+        if not self._gateway.peers.leads:
+            return self._stand_by(now)
+        if not self._targets or not self._gateway.peers.is_alone:  # others may be asked to scale
+            self._targets = dict(await self._replicas.targets())
         views = [view for view in self._gateway.pools.workers() if not view.is_leaving]
         pools = [self._stats(name, views) for name in self._ranges]
         costs = _costs(views)
@@ -104,6 +107,13 @@ class Scaler:
             await self._carry_out(decision)
             await self._write_down(decision)
         return decision
+
+    def _stand_by(self, now: float) -> ScaleDecision:
+        """Another gateway leads. Whoever takes over begins anew, with what is there by then."""
+        self._gateway.demand.read(now)
+        self._targets, self._autoscaler = {}, Autoscaler(self._rules)
+        self._last = ScaleDecision(HOLD, "another gateway, which has been there longer, scales")
+        return self._last
 
     async def scale(self, pool: str, num: int) -> None:
         """As a person asks, within the pool's range; the autoscaler goes on from there. NotFound,

@@ -116,8 +116,11 @@ async def test_gateways_know_of_each_other_while_they_live(store: StateStore) ->
     found = {gateway["id"]: gateway for gateway in peers[0].all()}
     assert found[peers[1].id]["http_port"] == 8001
     assert found[peers[1].id]["workers"] == ["mixed-0"] and found[peers[1].id]["ready"]
+    assert [one.leads for one in peers].count(True) == 1
+    peers.sort(key=lambda one: one.leads)
     await peers[1].stop()
     await until(lambda: [one["id"] for one in peers[0].all()] == [peers[0].id], 5)
+    assert peers[0].leads and peers[0].is_alone
     await store.set(PREFIX + "dead", {"host": "x"}, ttl_s=0.2)
     await until(lambda: len(peers[0].all()) == 2, 5)
     await until(lambda: len(peers[0].all()) == 1, 5)

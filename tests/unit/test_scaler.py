@@ -1,14 +1,15 @@
 """The controller between the gateway and whoever starts workers, with the real autoscaler."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 
 from serving.config import ConfigError, load_config
-from serving.core.scaling import ADD, FLIP, ScaleRules
+from serving.core.scaling import ADD, FLIP, HOLD, ScaleRules
 from serving.errors import BadRequest, NotFound
 from serving.gateway import Gateway
+from serving.peers import Peers
 from serving.pools import WorkerView
 from serving.scaler import PoolRange, Scaler
 from serving.state import MemoryStore
@@ -108,6 +109,34 @@ async def test_a_person_scales_within_the_range() -> None:
         await rig.scaler.scale("mixed", 4)
     with pytest.raises(NotFound):
         await rig.scaler.scale("decode", 1)
+
+
+async def test_one_of_several_gateways_scales_and_the_next_takes_over() -> None:
+    """The eldest leads; the others neither decide nor keep what they no longer need."""
+    store, elder, younger = MemoryStore(), *(_crowded() for _ in range(2))
+    for rig in (elder, younger):
+        rig.gateway.peers = Peers(store, dict, period_s=0.001)
+        rig.gateway.peers.start()
+        await asyncio.sleep(0.01)
+    await _until(lambda: len(elder.gateway.peers.all()) == 2)
+    assert elder.gateway.peers.leads and not younger.gateway.peers.leads
+    assert set(await younger.overload(2.0)) == {HOLD} and not younger.counts.said
+    assert "another gateway" in younger.scaler.status()["now"]["reason"]
+    assert ADD in await elder.overload(2.0)
+    await elder.gateway.peers.stop()
+    await _until(lambda: younger.gateway.peers.is_alone)
+    assert ADD in await younger.overload(2.0)
+    await younger.gateway.peers.stop()
+
+
+def _crowded() -> Rig:
+    return Rig(Fixed(view("mixed-a", "mixed")), Counts(mixed=1), mixed=(1, 3))
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not holds():
+            await asyncio.sleep(0.001)
 
 
 async def test_an_error_of_one_period_does_not_end_the_next() -> None:
