@@ -125,7 +125,7 @@ def test_prompts_move_when_decodes_alone_break_the_promise():
     s.submit(request("late", 400, 2, arrived_at=sent_at))
     run_until(s, "late")
     assert s.now - sent_at < 10
-    alone = s.latency.step_s(BatchShape(0, 0, 60, s.scheduler._decode_context))
+    alone = s.latency.step_s(BatchShape(0, 0, 60, s.scheduler.decode_context))
     assert alone > 0.03 and gaps(s)[-1] < 2 * alone
 
 
@@ -245,4 +245,4 @@ def test_decodes_that_do_not_ride_do_not_count():
         if step % 7 == 0:
             s.scheduler.abort(f"r{step // 7}")
     s.run()
-    assert s.scheduler._decode_context == 0 and not s.scheduler._promises
+    assert s.scheduler.decode_context == 0 and s.scheduler.promised_itl_s == 0.0

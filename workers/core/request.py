@@ -133,11 +133,11 @@ class Sequence:
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Ids of positions [start, stop) of prompt + output."""
-        prompt = self.request.prompt
-        if stop <= len(prompt):
-            return list(prompt[start:stop])
-        head = list(prompt[start:]) if start < len(prompt) else []
-        return head + self.output[max(0, start - len(prompt)) : stop - len(prompt)]
+        prompt, output = self.request.prompt, self.output
+        known = len(prompt)
+        if start >= known:
+            return output[start - known : stop - known]
+        return [*prompt[start:stop], *output[: max(0, stop - known)]]
 
     def move_to(self, phase: Phase) -> None:
         assert phase in NEXT[self.phase], f"{self.id}: {self.phase.name} -> {phase.name}"

@@ -13,12 +13,13 @@ is counted down in ``Sequence.quiet``. No step looks at sequences that wait, but
 """
 
 from collections.abc import Callable, Iterator
-from itertools import count, islice
+from itertools import count
 from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
 from workers.core.budget import Due, Room, deadline, room_for, urgency
+from workers.core.decodes import Decodes
 from workers.core.latency import LatencyModel
 from workers.core.pages import PagePool
 from workers.core.plan import BatchShape, Chunk, StepPlan
@@ -59,9 +60,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._prefixes = PrefixCache(pool, model, prefix_caching)
         self._by_id: dict[str, Sequence] = {}
-        self._decodes: dict[Sequence, None] = {}  # in the order of their turns
-        self._decode_context = 0  # sum of their contexts
-        self._promises: dict[float, int] = {}  # gap promised -> decodes
+        self._decodes = Decodes()
         self._last_room = room_for(self.latency, BatchShape(0, 0, 0, 0), inf)
         self._prefills: list[Sequence] = []  # in no particular order
         self._due: list[Sequence] = []  # decodes whose next token needs a page, and ended ones
@@ -157,7 +156,7 @@ class Scheduler:
     @property
     def decode_context(self) -> int:
         """Tokens of context of all running decodes."""
-        return self._decode_context
+        return self._decodes.context
 
     @property
     def num_waiting(self) -> int:
@@ -171,7 +170,7 @@ class Scheduler:
     @property
     def promised_itl_s(self) -> float:
         """The tightest gap promised to a running decode; 0 when there is none."""
-        return min(self._promises, default=0.0)
+        return self._decodes.tightest_s(default=0.0)
 
     def waiting(self) -> Iterator[Sequence]:
         """Sequences that wait, in no particular order."""
@@ -209,7 +208,7 @@ class Scheduler:
             advanced += 1
             if seq.quiet <= 0 or token in seq.stop_ids:
                 self._turn_of_events(seq, departures)
-        self._decode_context += advanced
+        self._decodes.context += advanced
         for seq, start, length in plan.prefills:
             if seq.phase is not Phase.PREFILL:
                 continue
@@ -241,7 +240,7 @@ class Scheduler:
             seq.output += sampled[seq.id]
             seq.num_computed += num_steps
             seq.quiet -= num_steps
-        self._decode_context += num_steps * len(plan.decodes)
+        self._decodes.context += num_steps * len(plan.decodes)
 
     def fetch_ended(self, seq: Sequence, landed: bool) -> bool:
         """A transfer into the reserved pages is over. Landed: go on from the tokens it brought.
@@ -280,7 +279,7 @@ class Scheduler:
         decodes: tuple[Sequence, ...] = ()
         if turn.max_decodes:
             self._make_room(preempted)
-            decodes = self._take_turns(turn.max_decodes)
+            decodes = self._decodes.take_turns(turn.max_decodes)
         prefills: list[Chunk] = []
         fetches: list[Sequence] = []
         if self._prefills or self._queue.num_seqs:
@@ -334,33 +333,20 @@ class Scheduler:
 
     def _room(self, num_decodes: int) -> Room:
         share = num_decodes / len(self._decodes) if num_decodes else 0.0
-        shape = BatchShape(0, 0, num_decodes, int(share * self._decode_context))
-        itl_s = min(self._promises, default=inf)
-        self._last_room = room_for(self.latency, shape, itl_s)
+        shape = BatchShape(0, 0, num_decodes, int(share * self._decodes.context))
+        self._last_room = room_for(self.latency, shape, self._decodes.tightest_s(default=inf))
         return self._last_room
-
-    def _take_turns(self, max_decodes: int) -> tuple[Sequence, ...]:
-        """The decodes of this step; when not all fit the budget, those that waited longest."""
-        if len(self._decodes) <= max_decodes:
-            return tuple(self._decodes)
-        chosen = tuple(islice(self._decodes, max_decodes))
-        for seq in chosen:
-            del self._decodes[seq]
-            self._decodes[seq] = None
-        return chosen
 
     def _make_room(self, preempted: list[Sequence]) -> None:
         """A page for each decode at a page border, at the cost of the least important."""
-        if not self._due:
-            return
-        due, self._due = sorted(self._due, key=by_rank), []
+        due, self._due = [seq for seq in self._due if seq.phase is Phase.DECODE], []
+        while len(due) > self.pool.num_free:
+            victim = self._least_important()
+            self._preempt(victim)
+            preempted.append(victim)
+            due = [seq for seq in due if seq.phase is Phase.DECODE]
         for seq in due:
-            while seq.phase is Phase.DECODE and not self.pool.fits(seq, seq.num_tokens):
-                victim = self._least_important()
-                self._preempt(victim)
-                preempted.append(victim)
-            if seq.phase is Phase.DECODE:
-                self.pool.grow(seq, seq.num_tokens)
+            self.pool.grow(seq, seq.num_tokens)
 
     def _cut(self, seq: Sequence, turn: Turn, left: int, room: Room, chunks: list[Chunk]) -> int:
         """Append the sequence's next chunk within ``left`` tokens; returns its length."""
@@ -439,10 +425,7 @@ class Scheduler:
 
     def _join_decodes(self, seq: Sequence) -> None:
         seq.move_to(Phase.DECODE)
-        self._decodes[seq] = None
-        self._decode_context += seq.num_computed
-        promise = seq.request.slo.itl_s
-        self._promises[promise] = self._promises.get(promise, 0) + 1
+        self._decodes.join(seq)
         self._count_down(seq)
 
     def _join_prefills(self, seq: Sequence) -> None:
@@ -481,7 +464,8 @@ class Scheduler:
         return pages >= self.pool.pages_for(head.num_tokens)
 
     def _least_important(self) -> Sequence:
-        return max((*self._decodes, *self._prefills), key=by_rank)
+        everybody: list[Sequence] = [*self._decodes, *self._prefills]
+        return max(everybody, key=by_rank)
 
     def _preempt(self, seq: Sequence) -> None:
         seq.num_preemptions += 1
@@ -498,19 +482,11 @@ class Scheduler:
 
     def _unseat(self, seq: Sequence) -> None:
         if seq.phase is Phase.DECODE:
-            self._leave_decodes(seq)
+            self._decodes.leave(seq)
         elif seq.phase is Phase.PREFILL:
             self._prefills.remove(seq)
         elif seq.phase is Phase.LANDED:
             del self._fetching[seq.id]
-
-    def _leave_decodes(self, seq: Sequence) -> None:
-        del self._decodes[seq]
-        self._decode_context -= seq.num_computed
-        promise = seq.request.slo.itl_s
-        self._promises[promise] -= 1
-        if not self._promises[promise]:
-            del self._promises[promise]
 
     def _leave(self, seq: Sequence, phase: Phase) -> None:
         if seq.phase is Phase.WAITING:
