@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import grpc
 import torch
 from torch import distributed
 
@@ -26,6 +25,7 @@ from kvtransfer.collective import CollectiveTransport
 from kvtransfer.control import add_pages_service
 from kvtransfer.core.handle import KVHandle, KVLayout
 from kvtransfer.leases import Leases
+from serving.channel.worker import WorkerServer
 from workers.kvcache import KVCache
 
 HOST = "127.0.0.1"
@@ -77,7 +77,7 @@ def _source(pipe: Connection, layout: KVLayout, num_pages: int, store: str) -> N
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     serve = asyncio.run_coroutine_threadsafe(_serve(side), loop)
-    server, address = serve.result(TIMEOUT_S)
+    worker, address = serve.result(TIMEOUT_S)
     _join(0, store)
     pipe.send(address)
     while (order := pipe.recv()) is not None:
@@ -88,15 +88,15 @@ def _source(pipe: Connection, layout: KVLayout, num_pages: int, store: str) -> N
             distributed.send(buffer, 1)
         else:
             pipe.send(side.lease(address, name, number))
-    asyncio.run_coroutine_threadsafe(server.stop(None), loop).result(TIMEOUT_S)
+    asyncio.run_coroutine_threadsafe(worker.stop(), loop).result(TIMEOUT_S)
 
 
-async def _serve(side: _Side) -> tuple[grpc.aio.Server, str]:
-    server = grpc.aio.server()
-    add_pages_service(server, side.transport.endpoint)
-    port = server.add_insecure_port(f"{HOST}:0")
-    await server.start()
-    return server, f"{HOST}:{port}"
+async def _serve(side: _Side) -> tuple[WorkerServer, str]:
+    worker = WorkerServer()
+    address = await worker.bind(HOST)
+    add_pages_service(worker.server, side.transport.endpoint)
+    await worker.server.start()
+    return worker, address
 
 
 def _join(rank: int, store: str) -> None:
