@@ -88,14 +88,15 @@ class Routing:
             if error.too_long:
                 raise PromptTooLong(str(error), "prompt") from error
             raise NoCapacity(str(error)) from error
-        fleet.sent(decision.prefill, seq.key, ask, now, decodes_at=decision.decode)
+        first_s, home = decision.chosen.ttft_s, decision.decode
+        fleet.sent(decision.prefill, seq.key, ask, now, decodes_at=home, first_s=first_s)
         for worker in {decision.prefill, decision.decode} if names else ():
             self._prefixes.add(names, worker, fleet.capacity(worker))
         return decision
 
     def expect(self, worker: str, seq: Routed) -> None:
         """A running stream will go on there."""
-        self._fleet.expect(worker, seq.key, self._ask_of(seq, ()))
+        self._fleet.expect(worker, seq.key, self._ask_of(seq, ()), self._clock())
 
     def answered(self, worker: str, seq: Routed) -> None:
         """The worker has made a token of it. Idempotent."""

@@ -15,7 +15,7 @@ from bench.sim.outcome import Gaps, Outcome
 from bench.sim.streams import Call, Streams
 from bench.sim.worker import SimWorker, StepReport
 from kvtransfer.core.handle import KVHandle
-from serving.core.admission import admit
+from serving.core.admission import Refusal, admit, admit_in_time
 from serving.core.demand import DemandMeter
 from serving.core.fleet import SEEN_WHOLE, Fleet
 from serving.core.predict import FORGIVEN, Ask, ReplicaView
@@ -25,6 +25,8 @@ from workers.core.output import Load
 from workers.core.request import Request, Sequence
 
 NOTHING: dict[str, int] = {}
+STEP_S = 0.01  # of the steps, for the advice when to come again
+UNBOUNDED = 1 << 20  # waiting sequences: then nobody is ever refused
 MAX_ATTEMPTS = 3  # workers that one call may lose, as live
 
 
@@ -174,20 +176,11 @@ class SimGateway:
         """A new request, now."""
         slo, asked = request.slo, (len(request.prompt), request.sampling.max_tokens)
         self.demand.arrived(request.id, *asked, slo.ttft_s, slo.itl_s, self._clock.now)
+        call = Call(request, outcome, request.slo.itl_s)
         refusal = "" if self._holds else "no worker is attached"
         if self._attached:
-            fleet, step_s = self._fleet, 0.01
-            refused = admit(
-                fleet.num_waiting,
-                fleet.num_prefilling,
-                len(fleet),
-                self._num_unanswered,
-                1,
-                self._max_queue,
-                step_s,
-            )
+            refused = self._admit(call)
             refusal = refused.reason if refused else ""
-        call = Call(request, outcome, request.slo.itl_s)
         if refusal:
             outcome.reason = f"refused: {refusal}"
             self.demand.left(request.id)
@@ -199,6 +192,16 @@ class SimGateway:
             self._route(call)
         else:
             self._held.append(call)
+
+    def _admit(self, call: Call) -> Refusal | None:
+        fleet, num_unanswered = self._fleet, self._num_unanswered
+        waiting, prefilling, num = fleet.num_waiting, fleet.num_prefilling, len(fleet)
+        refusal = admit(waiting, prefilling, num, num_unanswered, 1, self._max_queue, STEP_S)
+        if refusal is not None or self._max_queue >= UNBOUNDED:
+            return refusal
+        ask, now = self._ask(call), self._clock.now
+        views = self._look(fleet.draw(ask.cached))
+        return admit_in_time(ask, views, now, fleet.demand(now))
 
     def leave(self, request_id: str) -> None:
         """The client goes away."""
@@ -220,7 +223,8 @@ class SimGateway:
             return
         call.outcome.mode = decision.mode
         call.decode = decision.decode
-        fleet.sent(decision.prefill, call.request.id, ask, now, decodes_at=decision.decode)
+        first_s, home = decision.chosen.ttft_s, decision.decode
+        fleet.sent(decision.prefill, call.request.id, ask, now, decodes_at=home, first_s=first_s)
         for worker in {decision.prefill, decision.decode} if call.names else ():
             self._prefixes.add(call.names, worker, fleet.capacity(worker))
         self._run(call, decision.prefill, decision.is_split, None)
@@ -264,7 +268,7 @@ class SimGateway:
             total, homes = call.request.max_tokens_total, self._everybody()
             home = rehome(total, homes, (worker_id, *call.lost)) or ""
         if home and home != call.decode:
-            self._fleet.expect(home, call.request.id, self._ask(call))
+            self._fleet.expect(home, call.request.id, self._ask(call), self._clock.now)
         if home:
             self._run(call, home, False, handle)
         else:  # nobody else is there: back to where it was, computed again

@@ -15,6 +15,7 @@ from typing import Any
 
 from bench.sim.catalogue import Gpu, Model, Times, num_pages
 from bench.sim.cluster import Cluster, Pool
+from bench.sim.gateway import UNBOUNDED
 from bench.sim.latency import Latency
 from bench.sim.outcome import Summary
 from bench.sim.worker import WorkerSpec
@@ -33,7 +34,6 @@ NUM_SLICES = 4  # for the last comparison
 COMPARE_S = 20.0  # of load in each
 LADDER = (0.5, 0.8, 1.25)  # of the best capacity: drawn beside 1
 MAX_SEQS = 256
-UNBOUNDED = 1 << 20
 T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57}  # Student's t by degrees of freedom
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from bench.sim.latency import Latency
 from workers.core.plan import BatchShape, StepPlan
 
-MAX_STEPS = 64  # looked ahead: somebody comes soon
+MAX_STEPS = 16  # looked ahead: somebody comes soon
 
 
 @dataclass(slots=True, eq=False)

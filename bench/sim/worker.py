@@ -26,7 +26,7 @@ from workers.core.scheduler import DoesNotFit, Scheduler
 FAKE_SEED, MAX_FAKE = 2654435761, 1 << 31  # an odd number that spreads well
 # Learning costs as much as all the rest of a simulated step, and step times here do not change
 # by themselves: once learned, a sample now and then is enough.
-LEARN_ALL, LEARN_EVERY = 400, 16
+LEARN_ALL, LEARN_EVERY = 64, 16
 PACE_S = 0.5  # between two words of how fast it is: a live heartbeat
 IDLE_S = 0.25  # as the engine: how long an idle loop sleeps before it sweeps leases
 LLAMA_8B = KVLayout(

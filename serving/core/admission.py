@@ -47,10 +47,10 @@ def admit_in_time(
     because of the queues alone, while as many prompts come as can be computed. Not one that is too
     long for its promise even by itself: it is given the time that it needs, as workers do. Not on a
     guess: only where workers have measured how fast they are."""
-    if not replicas or not all(r.pace.is_measured for r in replicas):
-        return None
-    yard = replicas[0].pace
-    prompts = [prompt_on(ask, r, now, yard) for r in replicas if r.capacity >= ask.tokens]
+    fit = [r for r in replicas if r.capacity >= ask.tokens]
+    if not all(r.pace.is_measured and r.queued_tokens for r in fit):
+        return None  # somebody has no queue
+    prompts = [prompt_on(ask, r, now, fit[0].pace) for r in fit]
     room = sum(p.share for p in prompts) * demand.num_workers / max(1, len(replicas))
     if not prompts or demand.work < FULL * room:
         return None

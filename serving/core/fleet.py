@@ -10,6 +10,7 @@ from bisect import insort
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import exp
+from typing import NamedTuple
 
 from serving.core.predict import FORGIVEN, Ask, Demand, Queued, ReplicaView, queued
 from workers.core.output import Load
@@ -34,6 +35,14 @@ class _Sent:
     at: float
 
 
+class _Coming(NamedTuple):
+    """A stream that will run here."""
+
+    tokens: int
+    itl_s: float  # promised
+    at: float  # expected, when it is prefilled elsewhere
+
+
 @dataclass(slots=True, eq=False)
 class _Seat:
     """One worker. What is sent is kept until it is answered; ``sent`` until a report covers it."""
@@ -46,29 +55,39 @@ class _Seat:
     pace: Pace = field(default_factory=Pace)
     sent: dict[str, _Sent] = field(default_factory=dict)
     queue: list[Queued] = field(default_factory=list)
-    coming: dict[str, tuple[int, float]] = field(default_factory=dict)  # tokens, promised gap
+    coming: dict[str, _Coming] = field(default_factory=dict)
     is_leaving: bool = False  # takes nothing new
     view: ReplicaView | None = None  # None: something has changed
 
     def look(self, now: float) -> ReplicaView:
-        if self.sent:
+        if self.sent and self._is_covered(now):
             self.view = None
-            self.sent = {
-                key: s
-                for key, s in self.sent.items()
-                if now - s.at < SETTLE_S or s.load is self.load or s.load == self.load
-            }
         if self.view is None:
             self.view = self._view()
         return self.view
 
-    def _view(self) -> ReplicaView:
+    def _is_covered(self, now: float) -> bool:
+        """Whether some of what was sent shows in what has been reported; it is forgotten."""
         load = self.load
-        tokens = sum(s.tokens for s in self.sent.values())
-        queue = tuple(self.queue)
-        promised = [itl_s for _, itl_s in self.coming.values()]
-        if load.promised_itl_s:
-            promised.append(load.promised_itl_s)
+        covered = [
+            key
+            for key, s in self.sent.items()
+            if s.load is not load and now - s.at >= SETTLE_S and s.load != load
+        ]
+        for key in covered:
+            del self.sent[key]
+        return bool(covered)
+
+    def _view(self) -> ReplicaView:
+        load, queue, promised = self.load, tuple(self.queue), self.load.promised_itl_s
+        tokens = sum([s.tokens for s in self.sent.values()])
+        coming_tokens, arriving = 0, tuple[float, ...]()
+        if self.coming:
+            coming_tokens = sum([c.tokens for c in self.coming.values()])
+            here = {entry.key for entry in queue}
+            arriving = tuple([c.at for key, c in self.coming.items() if key not in here])
+            tightest = min([c.itl_s for c in self.coming.values()])
+            promised = min(promised, tightest) if promised else tightest
         return ReplicaView(
             self.id,
             self.role,
@@ -78,10 +97,10 @@ class _Seat:
             load.waiting_seqs + len(self.sent),
             load.context_tokens,
             len(self.coming),
-            sum(tokens for tokens, _ in self.coming.values()),
-            len(self.coming.keys() - {entry.key for entry in queue}),
+            coming_tokens,
+            arriving,
             load.free_pages * self.page_size - tokens,
-            min(promised, default=0.0),
+            promised,
             queue,
             self.pace,
         )
@@ -213,8 +232,18 @@ class Fleet:
 
     # ------------------------------------------------------------------ requests
 
-    def sent(self, worker: str, key: str, ask: Ask, now: float, *, decodes_at: str) -> None:
-        """A prompt goes to ``worker``, its stream to ``decodes_at`` afterwards."""
+    def sent(
+        self,
+        worker: str,
+        key: str,
+        ask: Ask,
+        now: float,
+        *,
+        decodes_at: str,
+        first_s: float = 0.0,
+    ) -> None:
+        """A prompt goes to ``worker``, its stream to ``decodes_at`` afterwards: ``first_s`` from
+        now, it is expected."""
         seat = self._seats[worker]
         entry = queued(ask, seat.look(now), now, key)
         insort(seat.queue, entry)
@@ -222,13 +251,13 @@ class Fleet:
         seat.sent[key] = _Sent(ask.tokens, seat.load, now)
         seat.view = None
         self._at.setdefault(key, set()).add(worker)
-        self.expect(decodes_at, key, ask)
+        self.expect(decodes_at, key, ask, now + first_s)
 
-    def expect(self, worker: str, key: str, ask: Ask) -> None:
-        """A stream will go on there."""
+    def expect(self, worker: str, key: str, ask: Ask, at: float) -> None:
+        """A stream will go on there from then on."""
         seat = self._seats.get(worker)
         if seat is not None:
-            seat.coming[key] = (ask.tokens, ask.slo.itl_s)
+            seat.coming[key] = _Coming(ask.tokens, ask.slo.itl_s, at)
             seat.view = None
             self._at.setdefault(key, set()).add(worker)
 

@@ -32,7 +32,7 @@ GAP_SPREAD = 0.15  # of the gap at a hand-off: when the step there ends is not k
 FORGIVEN = 100  # a stream of more tokens may have one late gap and still is even
 PLENTY = 0.4  # of the room for prompts is used: then there is plenty
 GROWTH = 0.1  # of the log of a step's time, in a second: streams that nobody knows of yet
-MEETS = 0.5  # chance that a stream arrives while a prompt is computed that is there before it
+MEETS = 0.5  # chance that a stream that may arrive while a prompt is computed does
 LONG_QUEUE = 64  # prompts of it that are looked at one by one
 MIN_S = 1e-6
 DEFAULT_SLO = SLO()
@@ -61,7 +61,7 @@ class ReplicaView:
     context_tokens: int = 0  # of the running decodes
     coming_seqs: int = 0  # will decode there and do not yet
     coming_tokens: int = 0
-    arriving_seqs: int = 0  # of these, the ones that are prefilled elsewhere
+    arriving_at: tuple[float, ...] = ()  # of these, the ones that are prefilled elsewhere: when
     free_tokens: int = UNKNOWN_ROOM  # that its pool has room for, now
     promised_itl_s: float = 0.0  # the tightest gap promised to one that decodes or will; 0: none
     queue: tuple[Queued, ...] = ()  # what this gateway has there
@@ -184,23 +184,27 @@ def prompt_on(ask: Ask, w: ReplicaView, now: float, yard: Pace) -> Prompt:
     queue_s = residual_s + share.lasts(line.ahead_s)
     prefill_s = work_s + share.decode_s * max(1.0, work_s / share.chunk_s)
     late = _late_ttft(ask, pace, queue_s + prefill_s)
-    harm = line.num_delayed + _harm_to_streams(ask, w, share, work_s)
+    first, last = now + queue_s, now + queue_s + prefill_s
+    num_met = sum([at < now or first <= at <= last for at in w.arriving_at])
+    harm = line.num_delayed + _harm_to_streams(ask, w, share, work_s, MEETS * num_met)
     own_s = _work_s(ask, w, yard)
     part = min(1.0, share.chunk_s / work_s)
     last = int(part * ask.tokens) if ask.is_early else ask.tokens
     return Prompt(w, queue_s, prefill_s, late, harm, own_s, share.of_prompts, last)
 
 
-def _harm_to_streams(ask: Ask, w: ReplicaView, share: Share, work_s: float) -> float:
-    """Promises to streams there, and to those that arrive meanwhile, that steps with this prompt
-    in them break, and steps without it would not."""
+def _harm_to_streams(
+    ask: Ask, w: ReplicaView, share: Share, work_s: float, num_met: float
+) -> float:
+    """Promises to streams there, and to those that arrive meanwhile (``num_met``), that steps with
+    this prompt in them break, and steps without it would not."""
     pace, promised, harm = w.pace, w.promised_itl_s, 0.0
     num_streams = w.decode_seqs + w.coming_seqs
-    if w.arriving_seqs:
+    if num_met:
         spread = GAP_SPREAD + pace.spread
         full_s = share.decode_s + min(share.chunk_s, work_s)
         kept = [on_time(1.5 * s, ask.slo.itl_s, spread) for s in (share.decode_s, full_s)]
-        harm = MEETS * w.arriving_seqs * ask.others_brief * (kept[0] - kept[1])
+        harm = num_met * ask.others_brief * (kept[0] - kept[1])
     if num_streams and promised:
         least_s = share.decode_s + _least_chunk_s(pace, share, work_s)
         num_steps = max(1.0, work_s / share.chunk_s)

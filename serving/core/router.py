@@ -14,7 +14,6 @@ and the way between them busy. Roles are preferences.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from heapq import nsmallest
 from typing import NamedTuple, TypeVar
 
 from serving.core.predict import (
@@ -86,12 +85,23 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RouteDecision:
-    """Where to, why, and what else was weighed (the cheapest first)."""
+    """Where to, and what else was weighed (the cheapest first)."""
 
+    ask: Ask
     prefill: str
     decode: str
-    reason: str
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[Candidate, ...]
+    wish: str = ""  # of the request, which left no choice
+
+    @property
+    def reason(self) -> str:
+        """Why, in words."""
+        text = describe(self.ask, self.chosen)
+        if self.wish:
+            return f"{text}; {self.wish}"
+        if self.other is None:
+            return f"{text}; no worker offers the other mode"
+        return f"{text}; {compare(self.chosen, self.other)}"
 
     @property
     def is_split(self) -> bool:
@@ -174,15 +184,8 @@ def _decide(ask: Ask, ways: list[Candidate], mode: str) -> RouteDecision:
         mixed = next((c for c in ways if not c.is_split), None)
         if mixed is not None and mixed.price - chosen.price < MARGIN:
             chosen = mixed
-    other = next((c for c in ways if c.is_split != chosen.is_split), None)
-    reason = describe(ask, chosen)
-    if mode != AUTO:
-        reason += "; the request asked for this mode"
-    elif other is not None:
-        reason += f"; {compare(chosen, other)}"
-    else:
-        reason += "; no worker offers the other mode"
-    return RouteDecision(chosen.prefill, chosen.decode, reason, tuple(ways))
+    wish = "" if mode == AUTO else "the request asked for this mode"
+    return RouteDecision(ask, chosen.prefill, chosen.decode, tuple(ways), wish)
 
 
 class _Halves:
@@ -204,25 +207,34 @@ class _Halves:
         by_id = {s.worker.id: s for s in self.streams}
         pairs = [(p, s) for p in self.prompts if (s := by_id.get(p.worker.id)) is not None]
         if mode == MIXED:
-            pairs = _best_rank(pairs, lambda p, s: SERVE_MIXED[p.worker.role])
-        return nsmallest(KEPT, (self.pair(p, s) for p, s in pairs), key=_price)
+            best = min((SERVE_MIXED[p.worker.role] for p, _ in pairs), default=0)
+            pairs = [(p, s) for p, s in pairs if SERVE_MIXED[p.worker.role] == best]
+        return sorted((self.pair(p, s) for p, s in pairs), key=_price)[:KEPT]
 
     def split(self, share: bool) -> list[Candidate]:
         """Pairs of the best halves of the roles that fit best: a pair costs about what its halves
         cost. ``share`` lets two mixed workers be a pair; else these share by routing alone."""
         prompts = _of_each_role(self.prompts, self._prompt_price)
         streams = _of_each_role(self.streams, self._stream_price)
-        pairs = [
-            (p, s)
-            for p in prompts
-            for s in streams
-            if p.worker.id != s.worker.id
-            and (share or (p.worker.role, s.worker.role) != ("mixed", "mixed"))
-        ]
-        pairs = _best_rank(
-            pairs, lambda p, s: SERVE_PREFILL[p.worker.role] + SERVE_DECODE[s.worker.role]
+        kinds = sorted(
+            (SERVE_PREFILL[role] + SERVE_DECODE[other], role, other)
+            for role in prompts
+            for other in streams
+            if share or (role, other) != ("mixed", "mixed")
         )
-        return [self.pair(p, s) for p, s in pairs]
+        found: list[Candidate] = []
+        best = -1
+        for rank, role, other in kinds:
+            if found and rank > best:
+                break
+            best = rank
+            found += [
+                self.pair(p, s)
+                for p in prompts[role]
+                for s in streams[other]
+                if p.worker.id != s.worker.id
+            ]
+        return found
 
     def pair(self, p: Prompt, s: Stream) -> Candidate:
         ask, is_split = self.ask, p.worker.id != s.worker.id
@@ -276,17 +288,15 @@ class _Halves:
 Half = TypeVar("Half", Prompt, Stream)
 
 
-def _of_each_role(halves: Sequence[Half], price: Callable[[Half], float]) -> list[Half]:
-    roles = sorted({half.worker.role for half in halves})
-    groups = ([h for h in halves if h.worker.role == role] for role in roles)
-    return [half for group in groups for half in nsmallest(KEPT, group, key=price)]
-
-
-def _best_rank(
-    pairs: list[tuple[Prompt, Stream]], rank: Callable[[Prompt, Stream], int]
-) -> list[tuple[Prompt, Stream]]:
-    best = min((rank(p, s) for p, s in pairs), default=0)
-    return [(p, s) for p, s in pairs if rank(p, s) == best]
+def _of_each_role(halves: Sequence[Half], price: Callable[[Half], float]) -> dict[str, list[Half]]:
+    """The best ones."""
+    groups: dict[str, list[Half]] = {}
+    for half in halves:
+        groups.setdefault(half.worker.role, []).append(half)
+    return {
+        role: group if len(group) <= KEPT else sorted(group, key=price)[:KEPT]
+        for role, group in groups.items()
+    }
 
 
 def _pinned(
@@ -303,7 +313,7 @@ def _pinned(
         raise _no_route(ask, [p, d], mode)
     halves = _Halves(ask, [p, d], now, NO_DEMAND)
     chosen = halves.pair(halves.prompts[0], halves.streams[-1])
-    return RouteDecision(p.id, d.id, f"{describe(ask, chosen)}; pinned", (chosen,))
+    return RouteDecision(ask, p.id, d.id, (chosen,), "pinned")
 
 
 def _no_route(ask: Ask, usable: Sequence[ReplicaView], mode: str) -> NoRoute:

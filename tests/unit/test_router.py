@@ -124,11 +124,21 @@ def test_a_prompt_keeps_clear_of_streams_whose_steps_have_nothing_to_spare() -> 
 def test_who_arrives_late_anyway_is_not_harmed() -> None:
     ask = Ask(900, 950, slo=TIGHT_ITL, others_brief=1.0)
     late, early = (
-        replace(view("decode-0", decode_seqs=n), arriving_seqs=4, promised_itl_s=0.0)
+        replace(view("decode-0", decode_seqs=n), arriving_at=(0.01,) * 4, promised_itl_s=0.0)
         for n in (80, 1)
     )
     harms = [prompt_on(ask, w, 0.0, A100).harm for w in (late, early)]
     assert harms[0] < 0.2 < harms[1]
+
+
+def test_who_arrives_long_afterwards_does_not_meet_the_prompt() -> None:
+    ask = Ask(900, 950, slo=TIGHT_ITL, others_brief=1.0)
+    soon, later = (
+        replace(view("decode-0", decode_seqs=1), arriving_at=(at,) * 4, promised_itl_s=0.0)
+        for at in (0.01, 5.0)
+    )
+    assert prompt_on(ask, soon, 0.0, A100).harm > 0.2
+    assert prompt_on(ask, later, 0.0, A100).harm == 0.0
 
 
 def test_what_is_cached_is_no_work() -> None:
@@ -268,7 +278,7 @@ def test_a_burst_between_two_reports_is_seen() -> None:
 def test_streams_on_their_way_count_where_they_will_decode() -> None:
     workers = fleet("prefill-0", "decode-0")
     workers.sent("prefill-0", "a", Ask(100, 200), 0.0, decodes_at="decode-0")
-    assert workers.look("decode-0", 0.0).arriving_seqs == 1
+    assert len(workers.look("decode-0", 0.0).arriving_at) == 1
     workers.answered("prefill-0", "a")
     assert not workers.look("prefill-0", 0.0).queue
     assert workers.look("decode-0", 0.0).coming_seqs == 1

@@ -131,6 +131,17 @@ def test_steps_that_are_skipped_change_no_byte() -> None:
     assert num_events[True] < 0.8 * num_events[False]
 
 
+def test_what_would_come_too_late_is_refused_as_live() -> None:
+    """Ten times what a worker can do: those that are let in are served in time."""
+    arrivals = tuple(Arrival(i / 100, 1000, 20, ()) for i in range(400))
+    spec = WorkerSpec(Coefficients(), Limits(512, 64), num_pages=4000)
+    for limit in (256, 1 << 20):
+        cluster = Cluster([Pool("mixed", 1, spec)], max_queue=limit)
+        summary = cluster.run(Workload("flood", arrivals)).summary
+        assert (summary.num_refused > 200) == (limit == 256)
+        assert (summary.ttft_p99_s < 4.0) == (limit == 256)
+
+
 def test_a_lone_request_takes_what_its_steps_take() -> None:
     model = Coefficients()
     spec = WorkerSpec(model, Limits(max_tokens=512))
