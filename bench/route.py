@@ -9,8 +9,8 @@ those that did best on the requests before the measured ones, at a slightly high
 ``evenflow plan`` would set them (live, the autoscaler does); then it chooses for each request.
 
 With hindsight are also ``threshold``, what others do (disaggregated from so many prompt tokens on,
-the best of several numbers and splits; on small clusters only), and ``best``, the best of all that
-was tried at a point, auto with other roles included: ``regret`` is what auto misses of it. Writes
+the best of several numbers, with the best split; on small clusters only), and ``best``, the best of
+all that was tried, auto with other roles included: ``regret`` is what auto misses of it. Writes
 ``bench/results/route.jsonl``.
 """
 
@@ -45,6 +45,7 @@ LONGEST = 60_000  # tokens of a request; longer ones are left out
 SPLITS = (0.25, 0.5, 0.75)
 LOADS = (0.5, 0.7, 0.85, 1.0, 1.2)
 HEADROOM = 1.15  # times the rate: what roles are planned for
+CLEARLY = 0.03  # of the requests
 THRESHOLDS = (256, 1024, 3000)  # prompt tokens
 FEW = 4  # workers, up to which thresholds are tried
 SLOS = {
@@ -106,10 +107,11 @@ def splits_of(workers: int) -> list[int]:
 
 
 def planned(before: Workload, slo: SLO, workers: int) -> int:
-    """Prefill workers that would serve those requests best if some more came; 0: all are mixed."""
+    """Prefill workers that would serve those requests best if some more came; 0: all are mixed,
+    unless that is clearly worse."""
     more = before.at_rate(HEADROOM * before.rate)
     found = {n: run(more, slo, AUTO, workers, n).attainment for n in (0, *splits_of(workers))}
-    return max(found, key=lambda n: found[n])
+    return max(found, key=lambda n: found[n] - CLEARLY * (n > 0))
 
 
 def compare(before: Workload, workload: Workload, slo: SLO, workers: int) -> dict[str, object]:
@@ -117,17 +119,15 @@ def compare(before: Workload, workload: Workload, slo: SLO, workers: int) -> dic
     splits = splits_of(workers)
     mixed = run(workload, slo, MIXED, workers, 0).attainment
     split = {n: run(workload, slo, DISAGGREGATED, workers, n).attainment for n in splits}
-    auto = {n: run(workload, slo, AUTO, workers, n) for n in (0, *splits)}
-    rules = {
-        (tokens, n): run(workload, slo, above(tokens), workers, n).attainment
+    most, roles = max(split, key=lambda n: split[n]), planned(before, slo, workers)
+    auto = {n: run(workload, slo, AUTO, workers, n) for n in {0, most, roles}}
+    rules = [
+        run(workload, slo, above(tokens), workers, most).attainment
         for tokens in THRESHOLDS
-        for n in splits
         if workers <= FEW
-    }
-    roles = planned(before, slo, workers)
-    most, chosen = max(split, key=lambda n: split[n]), auto[roles]
-    better = max(mixed, split[most])
-    best = max(better, *rules.values(), *(summary.attainment for summary in auto.values()))
+    ]
+    better, chosen = max(mixed, split[most]), auto[roles]
+    best = max(better, *rules, *(summary.attainment for summary in auto.values()))
     return {
         "mixed": round(mixed, 3),
         "disaggregated": round(split[most], 3),
@@ -136,7 +136,7 @@ def compare(before: Workload, workload: Workload, slo: SLO, workers: int) -> dic
         "auto_prefill": roles,
         "auto_part_split": round(chosen.part_split, 2),
         "auto_to_better": round(chosen.attainment / max(better, 1e-9), 3),
-        "threshold": round(max(rules.values()), 3) if rules else None,
+        "threshold": round(max(rules), 3) if rules else None,
         "best": round(best, 3),
         "regret": round(best - chosen.attainment, 3),
     }

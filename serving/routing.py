@@ -63,7 +63,7 @@ class Routing:
         names = names_of(prompt, generation.cache_salt)
         total = len(prompt) + generation.sampling.max_tokens
         ask = self._ask(generation, len(prompt), total, names)
-        views = self._fleet.some(now, ask.cached)
+        views = self._fleet.some(ask, now)
         return admit_in_time(ask, views, now, self._fleet.demand(now))
 
     def route(self, seq: Routed) -> RouteDecision:
@@ -77,7 +77,7 @@ class Routing:
         try:
             decision = route(
                 ask,
-                fleet.everybody(now) if pinned else fleet.some(now, ask.cached, seq.lost),
+                fleet.everybody(now) if pinned else fleet.some(ask, now, seq.lost),
                 now,
                 mode=generation.mode,
                 pinned=pinned,

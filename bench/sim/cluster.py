@@ -57,6 +57,7 @@ class Cluster:
         max_broken: int | None = None,
         on_end: Callable[[Call], None] | None = None,
         holds: bool = False,
+        sees_all: bool = False,
     ) -> None:
         self.clock = Clock()
         self.workers: dict[str, SimWorker] = {}  # alive
@@ -73,6 +74,7 @@ class Cluster:
             max_queue=max_queue,
             ended=self._ended,
             holds=holds,
+            sees_all=sees_all,
         )
         self._num_gpus = sum(pool.num_workers * pool.spec.num_gpus for pool in pools)
         self._outcomes: list[Outcome] = []

@@ -17,7 +17,7 @@ from bench.sim.worker import SimWorker, StepReport
 from kvtransfer.core.handle import KVHandle
 from serving.core.admission import Refusal, admit, admit_in_time
 from serving.core.demand import DemandMeter
-from serving.core.fleet import SEEN_WHOLE, Fleet
+from serving.core.fleet import Fleet
 from serving.core.predict import FORGIVEN, Ask, ReplicaView
 from serving.core.prefixes import Prefixes, names_of
 from serving.core.router import AUTO, NoRoute, rehome, route
@@ -67,7 +67,7 @@ class SimGateway:
         *,
         mode: str | Callable[[Request], str] = AUTO,
         max_queue: int = 256,
-        seen_whole: int = SEEN_WHOLE,
+        sees_all: bool = False,
         ended: Callable[[Call], None],
         holds: bool = False,
     ) -> None:
@@ -77,7 +77,7 @@ class SimGateway:
         self._mode, self._max_queue, self._ended = mode, max_queue, ended
         self._attached: dict[str, Attached] = {}
         self._calls: dict[str, Call] = {}
-        self._fleet = Fleet(random.Random(rng.random()), seen_whole)
+        self._fleet = Fleet(random.Random(rng.random()), sees_all)
         self._prefixes = Prefixes()
         self._num_unanswered = 0
         self._holds = holds  # requests wait for a worker to start, instead of being refused
@@ -200,7 +200,7 @@ class SimGateway:
         if refusal is not None or self._max_queue >= UNBOUNDED:
             return refusal
         ask, now = self._ask(call), self._clock.now
-        views = self._look(fleet.draw(ask.cached))
+        views = self._look(fleet.draw(ask))
         return admit_in_time(ask, views, now, fleet.demand(now))
 
     def leave(self, request_id: str) -> None:
@@ -215,7 +215,7 @@ class SimGateway:
             mode = mode(call.request)
         ask = self._ask(call)
         try:
-            views = self._look(fleet.draw(ask.cached, call.lost))
+            views = self._look(fleet.draw(ask, call.lost))
             demand = fleet.demand(now)
             decision = route(ask, views, now, mode=mode, avoid=call.lost, demand=demand)
         except NoRoute as error:

@@ -1,24 +1,25 @@
 """The workers as one gateway knows them: what they reported last, and what it sent them since.
 
 Reports are late, so a burst between two of them would all go to one worker without the second part.
-Small fleets are looked at whole; of a large one each request sees a few workers of each role, drawn
-by lot, and those that hold the beginning of its prompt, so that routing costs the same at any size.
+A request sees a few workers of each role: of those drawn by lot (all of them in a small fleet) the
+ones with the least to do at a glance, and those that hold the beginning of its prompt. So routing
+costs the same at any size.
 """
 
 import random
 from bisect import insort
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import exp
 from typing import NamedTuple
 
-from serving.core.predict import FORGIVEN, Ask, Demand, Queued, ReplicaView, queued
+from serving.core.predict import FORGIVEN, MIN_S, Ask, Demand, Queued, ReplicaView, queued
 from workers.core.output import Load
 from workers.core.pace import Pace
 
 SETTLE_S = 0.05  # a report this soon after a submission may have crossed it on the way
-SEEN_WHOLE = 16  # workers; of more, each request sees some
-DRAWN = 6  # of each role
+DRAWN = 12  # workers of each role
+SEEN = 4  # of them; what becomes of the request there is predicted
 HOLDERS = 2  # of the beginning of a prompt
 FIRST_OUTPUT = 128.0  # tokens of an answer, until some have been seen
 OUTPUT_GAIN = 0.02
@@ -58,6 +59,16 @@ class _Seat:
     coming: dict[str, _Coming] = field(default_factory=dict)
     is_leaving: bool = False  # takes nothing new
     view: ReplicaView | None = None  # None: something has changed
+
+    def glance(self, ask: Ask) -> float:
+        """How much of what the request is promised is used up by what is to do here, about. It
+        knows nothing that a step without events changes."""
+        load, c = self.load, self.pace.coefficients
+        tokens = load.queued_tokens + sum([s.tokens for s in self.sent.values()])
+        streams = load.decode_seqs + len(self.coming)
+        held = (load.num_pages - load.free_pages) * self.page_size
+        prompts_s, step_s = tokens * (c[1] + c[5]), c[0] + streams * (c[3] + c[5]) + held * c[4]
+        return prompts_s / max(MIN_S, ask.slo.ttft_s) + step_s / max(MIN_S, ask.slo.itl_s)
 
     def look(self, now: float) -> ReplicaView:
         if self.sent and self._is_covered(now):
@@ -107,13 +118,14 @@ class _Seat:
 
 
 class Fleet:
-    """``rng`` draws the workers that a request sees when they are many."""
+    """``rng`` draws the workers that are glanced at when they are many; ``sees_all`` of them every
+    request sees, at its price."""
 
-    def __init__(self, rng: random.Random | None = None, seen_whole: int = SEEN_WHOLE) -> None:
-        self._rng, self._seen_whole = rng or random.Random(0), seen_whole
+    def __init__(self, rng: random.Random | None = None, sees_all: bool = False) -> None:
+        self._rng, self._sees_all = rng or random.Random(0), sees_all
         self._seats: dict[str, _Seat] = {}
         self._open: list[_Seat] = []  # take something new; all when nobody does
-        self._by_role: dict[str, list[str]] = {}  # of these
+        self._by_role: dict[str, list[_Seat]] = {}  # of these
         self._at: dict[str, set[str]] = {}  # request -> workers that have something of it
         self.output_tokens = FIRST_OUTPUT  # of recent answers, their mean
         self.brief = 0.5  # part of them that had at most FORGIVEN tokens
@@ -193,7 +205,7 @@ class Fleet:
         everybody = list(self._seats.values())
         self._open = [seat for seat in everybody if not seat.is_leaving] or everybody
         for seat in self._open:
-            self._by_role.setdefault(seat.role, []).append(seat.id)
+            self._by_role.setdefault(seat.role, []).append(seat)
 
     # ------------------------------------------------------------------ looking
 
@@ -209,26 +221,33 @@ class Fleet:
         """Them."""
         return [seat.look(now) for seat in self._open]
 
-    def some(
-        self, now: float, cached: Mapping[str, int], avoid: Collection[str] = ()
-    ) -> list[ReplicaView]:
+    def some(self, ask: Ask, now: float, avoid: Collection[str] = ()) -> list[ReplicaView]:
         """Those that a request chooses from."""
-        return [self._seats[name].look(now) for name in self.draw(cached, avoid)]
+        return [self._seats[name].look(now) for name in self.draw(ask, avoid)]
 
-    def draw(self, cached: Mapping[str, int], avoid: Collection[str] = ()) -> list[str]:
+    def draw(self, ask: Ask, avoid: Collection[str] = ()) -> list[str]:
         """Their names."""
-        if len(self._open) <= self._seen_whole:
+        if self._sees_all:
             return self.names
         names: dict[str, None] = {}
         for group in self._by_role.values():
-            few = len(group) <= DRAWN
-            names.update(dict.fromkeys(group if few else self._rng.sample(group, DRAWN)))
-        known = [id for id in cached if id in self._seats]
-        best = sorted(known, key=lambda id: (-cached[id], id))[:HOLDERS]
+            names.update(dict.fromkeys(seat.id for seat in self._least_busy(group, ask, avoid)))
+        known = [id for id in ask.cached if id in self._seats]
+        best = sorted(known, key=lambda id: (-ask.cached[id], id))[:HOLDERS]
         names.update(dict.fromkeys(id for id in best if not self._seats[id].is_leaving))
-        if all(name in avoid for name in names):
-            return self.names
-        return list(names)
+        return list(names) or self.names
+
+    def _least_busy(
+        self, group: Sequence[_Seat], ask: Ask, avoid: Collection[str]
+    ) -> Sequence[_Seat]:
+        """Of those who may take the request, some that have little to do."""
+        if len(group) <= SEEN:
+            return group
+        drawn = group if len(group) <= DRAWN else self._rng.sample(group, DRAWN)
+        fit = [s for s in drawn if s.capacity >= ask.total_tokens and s.id not in avoid]
+        if not fit:
+            fit = [s for s in group if s.capacity >= ask.tokens] or list(group)
+        return fit if len(fit) <= SEEN else sorted(fit, key=lambda seat: seat.glance(ask))[:SEEN]
 
     # ------------------------------------------------------------------ requests
 

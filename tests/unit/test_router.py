@@ -289,10 +289,25 @@ def test_streams_on_their_way_count_where_they_will_decode() -> None:
 def test_of_many_workers_a_request_sees_some_and_the_holders_of_its_prefix() -> None:
     names = [f"{role}-{i}" for role in ("prefill", "decode") for i in range(100)]
     workers = fleet(*names)
-    seen = [view.id for view in workers.some(0.0, {"prefill-77": 512})]
+    seen = [view.id for view in workers.some(Ask(600, 700, cached={"prefill-77": 512}), 0.0)]
     assert len(seen) < 20 and "prefill-77" in seen
     assert {name.split("-")[0] for name in seen} == {"prefill", "decode"}
     assert len(workers.everybody(0.0)) == 200
+
+
+def test_of_those_at_a_glance_the_idle_ones_are_seen() -> None:
+    workers = fleet(*(f"mixed-{i}" for i in range(10)))
+    for i in range(10):
+        load = Load(free_pages=512, num_pages=512, queued_tokens=0 if i in (2, 7) else 9000)
+        workers.heard(f"mixed-{i}", load)
+    seen = [view.id for view in workers.some(Ask(600, 700), 0.0, avoid=["mixed-3"])]
+    assert len(seen) == 4 and {"mixed-2", "mixed-7"} < set(seen) and "mixed-3" not in seen
+
+
+def test_a_request_that_few_can_hold_finds_them() -> None:
+    workers = fleet(*(f"mixed-{i}" for i in range(60)))
+    workers.attach("mixed-big", "mixed", 100_000, 16, Load(free_pages=8000, num_pages=8000), A100)
+    assert [view.id for view in workers.some(Ask(50_000, 60_000), 0.0)] == ["mixed-big"]
 
 
 def test_who_is_leaving_is_not_chosen_while_others_stay() -> None:
