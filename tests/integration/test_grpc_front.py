@@ -151,7 +151,7 @@ async def test_every_failure_has_its_code() -> None:
 
 
 async def test_a_large_prompt_is_read_up_to_the_configured_limit() -> None:
-    """FAULTS 113: gRPC's own default is 4 MiB."""
+    """FAULTS 87, 113: gRPC's own default is 4 MiB."""
     async with served() as s:
         code = await s.code(s.generate(text="x " * (3 << 20), timeout=60))
         assert code is grpc.StatusCode.INVALID_ARGUMENT  # read, and longer than the context

@@ -96,6 +96,24 @@ async def test_an_empty_message_is_fine_because_the_template_is_a_prompt(door: F
     assert (await door.chat("")).status_code == 200
 
 
+ENDLESS = "{% for _ in range(10**9) %}x{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("chat_template", ENDLESS),
+        ("chat_template_kwargs", {"chat_template": ENDLESS}),
+        ("chat_template_kwargs", {"tokenize": True}),
+        ("chat_template_kwargs", {"return_dict": True}),
+        ("add_generation_prompt", "x"),
+    ],
+)
+async def test_a_template_never_comes_from_a_request(door: Front, param: str, value: Any) -> None:
+    """FAULTS 119."""
+    await refused(door, param, {param: value}, chat=True)
+
+
 async def test_half_a_surrogate_pair_is_refused(door: Front) -> None:
     for body in ('{"prompt": "\\ud800"}', '{"prompt": "x", "stop": "\\udfff"}'):
         response = await door.http.post("/v1/completions", content=body)
