@@ -26,7 +26,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvtransfer.control import ClusterTls, NoLease, NoPair, PagesClient
+from kvtransfer.control import ClusterTls, NoLease, NoPair, PagesClient, Unanswered
 from kvtransfer.core.handle import KVHandle, KVLayout
 from kvtransfer.deadline import Deadline
 from kvtransfer.faults import FaultySource, PageFaults
@@ -43,6 +43,7 @@ ALL = 0  # as the end of what is sent: whatever the lease has
 MAX_PAIRS = 16  # per direction; each costs two threads and five descriptors
 MAX_LANES = 3  # pairs from one source: a transfer that got lost blocks its own until the timeout
 PATIENCE_S = 0.25  # before a fetch takes the next one
+ANSWER_S = 1.0  # for a source to say that it has nothing to say in time
 POLL_S = 0.005
 
 
@@ -218,7 +219,12 @@ class CollectiveTransport:
             target=lane.name,
             generation=generation if lane.pair is not None else 0,
         )
-        return self._client.ready(handle.source, request, deadline), _Open(lane, generation)
+        try:
+            answer = self._client.ready(handle.source, request, deadline.later(ANSWER_S))
+        except Unanswered:
+            lane.drop(generation)
+            raise
+        return answer, _Open(lane, generation)
 
     def _take_sent(
         self, at: "_Open", ready: pb.ReadyResponse, pages: Sequence[int], deadline: Deadline

@@ -99,8 +99,13 @@ class NoPair(TransferError):
     """The source knows no such pair, or has closed it: open another generation."""
 
 
+class Unanswered(TransferError):
+    """The source may have heard, and may be sending to somebody who does not listen any more."""
+
+
+REFUSED = grpc.StatusCode.FAILED_PRECONDITION
 STATUS = {NoLease: grpc.StatusCode.NOT_FOUND, NoPair: grpc.StatusCode.ABORTED}
-ERROR = {status: error for error, status in STATUS.items()}
+ERROR = {status: error for error, status in STATUS.items()} | {REFUSED: TransferError}
 
 
 class Endpoint(Protocol):
@@ -142,12 +147,9 @@ class _Pages(rpc.PagesServicer):  # type: ignore[misc]  # generated, untyped
 
     async def Ready(self, request: pb.ReadyRequest, context: Context) -> pb.ReadyResponse:
         try:
-            waiting = asyncio.wrap_future(self._endpoint.ready(request))
-            return await asyncio.wait_for(waiting, request.timeout_s)
+            return await _in_time(self._endpoint.ready(request), request)
         except TransferError as error:
             await _refuse(context, error)
-        except TimeoutError:
-            await _refuse(context, TransferError(f"{request.request_id} makes no progress"))
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
         return pb.RenewResponse(gone=self._endpoint.renew(request.request_ids, request.incarnation))
@@ -157,8 +159,20 @@ class _Pages(rpc.PagesServicer):  # type: ignore[misc]  # generated, untyped
         return pb.ReleaseResponse()
 
 
+async def _in_time(answer: Future[pb.ReadyResponse], request: pb.ReadyRequest) -> pb.ReadyResponse:
+    """The answer, if it begins in time. One whose bytes are being sent already has to be told."""
+    waiting = asyncio.wrap_future(answer)
+    try:
+        await asyncio.wait({waiting}, timeout=request.timeout_s)
+    finally:
+        is_late = answer.cancel()  # nothing will be sent
+    if is_late:
+        raise TransferError(f"{request.request_id} makes no progress")
+    return await waiting
+
+
 async def _refuse(context: Context, error: TransferError) -> NoReturn:
-    status = STATUS.get(type(error), grpc.StatusCode.FAILED_PRECONDITION)
+    status = STATUS.get(type(error), REFUSED)
     await context.abort(status, str(error))
     raise AssertionError("abort raises")
 
@@ -219,7 +233,7 @@ class PagesClient:
             call = getattr(self._stub(source), method)
             return call(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            kind = ERROR.get(error.code(), TransferError)
+            kind = ERROR.get(error.code(), Unanswered)
             raise kind(f"{source} {method}: {error.details()}") from None
         except ValueError as error:  # the channel was closed under the call
             raise TransferError(f"{source} {method}: {error}") from None

@@ -27,6 +27,9 @@ class Deadline:
         """This one, or one in so many seconds if that is earlier."""
         return Deadline(min(self.at, time.monotonic() + timeout_s))
 
+    def later(self, extra_s: float) -> "Deadline":
+        return Deadline(self.at + extra_s)
+
     @property
     def is_over(self) -> bool:
         return time.monotonic() >= self.at

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,16 +90,20 @@ class _Outgoing:
             log.warning("could not join a pair: %s", error)
 
 
-def _add_sent(
-    answer: Future[pb.ReadyResponse], response: pb.ReadyResponse, sent: "Future[pb.SendResponse]"
-) -> None:
-    """The promise may have been revoked meanwhile, or the pair have failed."""
-    error = sent.exception()
-    if error is None:
-        response.sent.CopyFrom(sent.result())
-        answer.set_result(response)
-    else:
-        answer.set_exception(error)
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """To a receiver that asked for pages, or for how far they are. Whoever waits for ``future`` can
+    cancel it until the transfer begins, and never afterwards: then the bytes are on their way."""
+
+    future: "Future[Any]"
+    ready: pb.ReadyResponse | None = None  # that the announcement belongs into
+
+    def announce(self, sent: pb.SendResponse) -> None:
+        if self.ready is None:
+            self.future.set_result(sent)
+        else:
+            self.ready.sent.CopyFrom(sent)
+            self.future.set_result(self.ready)
 
 
 class PageSource:
@@ -157,7 +162,7 @@ class PageSource:
         with self._lock:
             outgoing = self._pair(request.target, request.generation)
             outgoing.submit(
-                lambda: self._serve(outgoing, request, deadline, answer), request.transfer
+                lambda: self._serve(outgoing, request, deadline, _Answer(answer)), request.transfer
             )
         return answer
 
@@ -176,34 +181,37 @@ class PageSource:
         waiting: "Future[Ready | None]",
         answer: Future[pb.ReadyResponse],
     ) -> None:
-        if waiting.cancelled() or not answer.set_running_or_notify_cancel():
+        if waiting.cancelled():
             return
         ready = waiting.result()
         if ready is None:
-            answer.set_exception(NoLease(f"no lease for {request.request_id}"))
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(NoLease(f"no lease for {request.request_id}"))
             return
         response = pb.ReadyResponse(
             num_pages=ready.num_pages, is_complete=ready.is_complete, token=ready.token
         )
-        sent = self._send_ready(request, ready) if ready.num_pages > request.num_pages else None
-        if sent is None:
+        is_news = ready.num_pages > request.num_pages
+        is_coming = is_news and self._send_ready(request, _Answer(answer, response))
+        if not is_coming and answer.set_running_or_notify_cancel():
             answer.set_result(response)
-        else:
-            sent.add_done_callback(lambda done: _add_sent(answer, response, done))
 
-    def _send_ready(self, request: pb.ReadyRequest, ready: Ready) -> Future[pb.SendResponse] | None:
-        """What is ready, over a pair that is up; else the receiver has to ask for it."""
+    def _send_ready(self, request: pb.ReadyRequest, answer: _Answer) -> bool:
+        """Send what is ready over a pair that is up; else the receiver has to ask for it."""
+        assert answer.ready is not None, "announced together with what is ready"
         send = pb.SendRequest(
-            request_id=request.request_id, first_page=request.num_pages, stop_page=ready.num_pages
+            request_id=request.request_id,
+            first_page=request.num_pages,
+            stop_page=answer.ready.num_pages,
         )
-        deadline, answer = Deadline.after(request.timeout_s), Future[pb.SendResponse]()
+        deadline = Deadline.after(request.timeout_s)
         with self._lock:
             try:
                 outgoing = self._pair(request.target, request.generation)
                 outgoing.submit(lambda: self._serve(outgoing, send, deadline, answer))
             except NoPair:
-                return None
-        return answer
+                return False
+        return True
 
     def _pair(self, target: str, generation: int) -> _Outgoing:
         """Under the lock. NoPair."""
@@ -236,26 +244,26 @@ class PageSource:
         outgoing: _Outgoing,
         request: pb.SendRequest,
         deadline: Deadline,
-        answer: Future[pb.SendResponse],
+        answer: _Answer,
     ) -> None:
         """One transfer, on the pair's thread. What it cannot tell the receiver, it logs."""
         failure: str | None = None
         try:
-            if not answer.set_running_or_notify_cancel():
+            if not answer.future.set_running_or_notify_cancel():
                 return  # the receiver no longer waits, and nothing has been announced
             if outgoing.pair is None:
                 raise TransferError("the pair never came up")
             with self._staging.lend() as memory:
                 cargo = self._load(outgoing.pair, request, memory)
                 number, outgoing.num_sent = outgoing.num_sent, outgoing.num_sent + 1
-                answer.set_result(
+                answer.announce(
                     pb.SendResponse(
                         num_pages=cargo.num_pages, checksum=cargo.checksum, transfer=number
                     )
                 )
                 self._send(outgoing.pair, cargo.buffer, number, deadline)
         except NoLease as error:
-            answer.set_exception(error)
+            answer.future.set_exception(error)
         except Exception as error:  # this thread has no caller to tell
             failure = f"sending {request.request_id} failed: {error}"
         finally:
@@ -265,8 +273,8 @@ class PageSource:
             with self._lock:
                 outgoing.kill()
             outgoing.drop()
-            if answer.running():
-                answer.set_exception(TransferError(failure))
+            if answer.future.running():
+                answer.future.set_exception(TransferError(failure))
             log.warning("%s", failure)
 
     def _load(self, pair: Pair, request: pb.SendRequest, memory: Memory) -> Cargo:

@@ -68,6 +68,16 @@ class Slow(PageSource):
         pair.send(buffer, transfer, deadline)
 
 
+class SlowToLoad(PageSource):
+    """Takes its time from the moment when it is too late to refuse."""
+
+    load_s = 0.0
+
+    def _load(self, pair: Pair, request_id: str, memory: Memory) -> Cargo:
+        time.sleep(self.load_s)
+        return super()._load(pair, request_id, memory)
+
+
 class Forgetful(PageSource):
     """Announces its first transfer, and never sends it."""
 

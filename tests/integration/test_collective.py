@@ -21,6 +21,7 @@ from tests.page_worker import (
     PageWorker,
     RemoteWorker,
     Slow,
+    SlowToLoad,
     StoppedHalfWay,
 )
 
@@ -314,6 +315,44 @@ def test_what_becomes_ready_is_sent_without_being_asked_for(
     assert local.read(everything) == source.read(everything)
     assert source.endpoint.num_asked == 1  # type: ignore[attr-defined]
     eventually(lambda: source.held() == {})
+
+
+def test_a_source_that_begins_to_send_as_the_wait_for_it_ends_is_heard(
+    open_local: Callable[..., PageWorker],
+) -> None:
+    """Refused then, the bytes would come to nobody and block the pair until their own timeout."""
+    local, source = open_local(SMALL), open_local(SMALL, SlowToLoad)
+    source.fill(5)
+    local.fetch(source.lease("warm", [30]), [30])
+    pairs = dict(source.endpoint._pairs)
+    source.endpoint.load_s = 0.4  # type: ignore[attr-defined]
+    source.leases.promise("r", [4, 5], 0)
+    handle = KVHandle("r", source.address, source.incarnation, 2 * SMALL.page_size, 2, SMALL)
+    threading.Timer(0.1, source.leases.grant, ("r", [4, 5], 2 * SMALL.page_size, 77)).start()
+    assert local.transport.fetch_early(handle, [1, 2], 0.25) == 77
+    assert local.read([1, 2]) == source.read([4, 5])
+    assert source.endpoint._pairs == pairs
+
+
+def test_what_nobody_waits_for_any_more_is_not_sent(
+    open_local: Callable[..., PageWorker],
+) -> None:
+    """Ready behind a transfer that takes longer: refused in time, and the pair stays good."""
+    local, source = open_local(SMALL), open_local(SMALL, Slow)
+    source.fill(6)
+    local.fetch(source.lease("warm", [30]), [30])
+    pairs = dict(source.endpoint._pairs)
+    other = threading.Thread(target=local.fetch, args=(source.lease("other", [31]), [31]))
+    other.start()
+    time.sleep(0.2)
+    source.leases.promise("r", [4, 5], 1)
+    handle = KVHandle("r", source.address, source.incarnation, 2 * SMALL.page_size, 2, SMALL)
+    with pytest.raises(TransferError, match="makes no progress"):
+        local.transport.fetch_early(handle, [1, 2], 0.2)
+    other.join(10)
+    local.fetch(source.lease("next", [6]), [3], timeout_s=2.0)
+    assert local.read([31, 3]) == source.read([31, 6]) and not any(local.read([1, 2]))
+    assert source.endpoint._pairs == pairs
 
 
 def test_pairs_over_the_limit_are_closed_and_opened_again(
