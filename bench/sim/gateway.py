@@ -95,7 +95,7 @@ class SimGateway:
         held, self._held = self._held, []
         for call in held:
             if call.request.id in self._calls:
-                self._route(call)
+                self._route_again(call)
 
     def lose(self, worker_id: str) -> None:
         """The worker is found dead: what ran there is replayed elsewhere."""
@@ -178,8 +178,10 @@ class SimGateway:
         self.demand.arrived(request.id, *asked, slo.ttft_s, slo.itl_s, self._clock.now)
         call = Call(request, outcome, request.slo.itl_s)
         refusal = "" if self._holds else "no worker is attached"
+        ask, views = self._ask(call), []
         if self._attached:
-            refused = self._admit(call)
+            views = self._look(self._fleet.draw(ask))
+            refused = self._admit(ask, views)
             refusal = refused.reason if refused else ""
         if refusal:
             outcome.reason = f"refused: {refusal}"
@@ -189,18 +191,17 @@ class SimGateway:
         self._calls[request.id] = call
         self._num_unanswered += 1
         if self._attached:
-            self._route(call)
+            self._route(call, ask, views)
         else:
             self._held.append(call)
 
-    def _admit(self, call: Call) -> Refusal | None:
+    def _admit(self, ask: Ask, views: list[ReplicaView]) -> Refusal | None:
         fleet, num_unanswered = self._fleet, self._num_unanswered
         waiting, prefilling, num = fleet.num_waiting, fleet.num_prefilling, len(fleet)
         refusal = admit(waiting, prefilling, num, num_unanswered, 1, self._max_queue, STEP_S)
         if refusal is not None or self._max_queue >= UNBOUNDED:
             return refusal
-        ask, now = self._ask(call), self._clock.now
-        views = self._look(fleet.draw(ask))
+        now = self._clock.now
         return admit_in_time(ask, views, now, fleet.demand(now))
 
     def leave(self, request_id: str) -> None:
@@ -209,13 +210,15 @@ class SimGateway:
         if call is not None:
             self._end(call, "aborted")
 
-    def _route(self, call: Call) -> None:
+    def _route_again(self, call: Call) -> None:
+        ask = self._ask(call)
+        self._route(call, ask, self._look(self._fleet.draw(ask, call.lost)))
+
+    def _route(self, call: Call, ask: Ask, views: list[ReplicaView]) -> None:
         now, fleet, mode = self._clock.now, self._fleet, self._mode
         if not isinstance(mode, str):
             mode = mode(call.request)
-        ask = self._ask(call)
         try:
-            views = self._look(fleet.draw(ask, call.lost))
             demand = fleet.demand(now)
             decision = route(ask, views, now, mode=mode, avoid=call.lost, demand=demand)
         except NoRoute as error:
@@ -297,7 +300,7 @@ class SimGateway:
         if len(call.lost) >= MAX_ATTEMPTS:
             self._end(call, f"unavailable: {len(call.lost)} workers were lost")
         else:
-            self._route(call)
+            self._route_again(call)
 
     def _settle(self, worker_id: str, name: str, why: str) -> None:
         call = self._calls.get(name)

@@ -23,8 +23,7 @@ class Chunk(NamedTuple):
         return self.seq.phase is Phase.DECODE
 
 
-@dataclass(frozen=True, slots=True)
-class BatchShape:
+class BatchShape(NamedTuple):
     """All that a latency model may look at (DESIGN section 4: p, q, n, k)."""
 
     prefill_tokens: int
