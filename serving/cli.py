@@ -106,6 +106,9 @@ def serve(
     record: Annotated[
         str | None, Flag(help="Append arrivals and lengths, no contents, for `evenflow plan`.")
     ] = None,
+    tracing: Annotated[
+        str | None, Flag(help="Send OpenTelemetry traces there: http://collector:4318.")
+    ] = None,
     ray: Annotated[
         str | None, Flag(help="auto (join a running Ray or start one), local, or an address.")
     ] = None,

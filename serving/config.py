@@ -194,6 +194,7 @@ class Config:
     ray: str = "auto"  # join a running Ray or start one; "local": start one; else its address
     state: str = "memory"
     record: str = ""  # a file on the gateway's machine: who asked when for how much, no contents
+    tracing: str = ""  # where OpenTelemetry traces go, OTLP over HTTP: http://collector:4318
     page_faults: str = ""  # for tests: "drop=0.05 flip=0.05 seed=3", see kvtransfer/faults.py
     step_faults: str = ""  # for tests: "raise_at=20 freeze_at=90 freeze_s=2", see workers/faults.py
     debug: bool = False  # page ledgers and pinned workers for tests
@@ -211,6 +212,8 @@ class Config:
             raise ConfigError(f"grpc_port: {self.grpc_port} is the HTTP port already")
         if not re.fullmatch(r"memory|(rediss?|unix)://\S+", self.state):
             raise ConfigError(f"state: {self.state!r} is neither memory nor redis://host:port")
+        if self.tracing and not re.fullmatch(r"https?://\S+", self.tracing):
+            raise ConfigError(f"tracing: {self.tracing!r} is not http://host:port")
         if not re.fullmatch(r"auto|local|[^:/]+:\d+", self.ray):
             raise ConfigError(f"ray: {self.ray!r} is neither auto, local nor host:port")
         if self.slo.ttft_s <= 0 or self.slo.itl_s <= 0:

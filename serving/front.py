@@ -28,6 +28,7 @@ from serving.recording import Recorder
 from serving.scaler import PoolRange, Replicas, Scaler
 from serving.state import MemoryStore, StateStore
 from serving.tokenizer import Tokenizer
+from serving.tracing import over_http
 from workers.core.request import SLO
 from workers.grammar import Grammars
 
@@ -56,6 +57,7 @@ class FrontDoor:
         name = served_name(config)
         self._store = _store(config, name)
         self._recorder = Recorder(Path(config.record)) if config.record else None
+        self._tracing = over_http(config.tracing) if config.tracing else None
         self.gateway = Gateway(
             self.pools,
             tokenizer,
@@ -65,6 +67,7 @@ class FrontDoor:
             in_time=config.refuse_late,
             store=self._store,
             recorder=self._recorder,
+            tracing=self._tracing,
             demand_window_s=config.scaling.window_s,
         )
         settings = FrontSettings(
@@ -141,6 +144,8 @@ class FrontDoor:
         await self._store.close()
         if self._recorder is not None:
             self._recorder.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
 
 def scale_rules(scaling: ScalingConfig, max_workers: int) -> ScaleRules:

@@ -60,6 +60,12 @@ class Scaling(Protocol):
     def status(self) -> dict[str, Any]: ...
 
 
+class Tracing(Protocol):
+    """``serving.tracing.Tracing``."""
+
+    def note(self, call: Call, model: str) -> None: ...
+
+
 class Gateway:
     """Lives on one event loop. Owns every task that it starts, for as long as the call lives."""
 
@@ -74,6 +80,7 @@ class Gateway:
         in_time: bool = False,
         store: StateStore | None = None,
         recorder: Recorder | None = None,
+        tracing: Tracing | None = None,
         demand_window_s: float = STEADY_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -87,7 +94,7 @@ class Gateway:
         self._max_queue = max_queue
         self._early_fetch, self._in_time = early_fetch, in_time
         self._store: StateStore = store or MemoryStore()
-        self._recorder = recorder
+        self._recorder, self._tracing = recorder, tracing
         self._calls: dict[str, Call] = {}
         self._recent: deque[tuple[str, dict[str, Any]]] = deque(maxlen=RECENT)
         self._routing = Routing(pools, clock, early_fetch)
@@ -366,6 +373,8 @@ class Gateway:
         self.metrics.ended(call.error)
         await asyncio.gather(*call.tasks, return_exceptions=True)
         self._record(call)
+        if self._tracing is not None:
+            self._tracing.note(call, self.model)
         explanation = explanation_of(call)
         self._recent.appendleft((call.generation.tenant, explanation))
         await self._store.set(f"request:{call.generation.call_id}", explanation, EXPLAIN_S)

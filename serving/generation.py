@@ -29,6 +29,7 @@ class Generation:
     priority: int = 0
     cache_salt: str = ""  # only requests with the same salt share cached prefixes
     tenant: str = ""  # whose it is, where keys are asked for
+    traceparent: str = ""  # W3C trace context of the client
 
     @property
     def call_id(self) -> str:

@@ -441,6 +441,7 @@ def _generation(
         priority=options.priority,
         cache_salt=salt,
         tenant=caller.tenant,
+        traceparent=options.traceparent,
     )
 
 

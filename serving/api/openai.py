@@ -65,7 +65,10 @@ PAGE_POLICY = (  # it loads nothing, and asks this server only
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'"
 )
-HEADERS = ("x-evenflow-mode", "x-slo-ttft-ms", "x-slo-itl-ms", "x-evenflow-worker")
+HEADERS = (
+    *("x-evenflow-mode", "x-slo-ttft-ms", "x-slo-itl-ms", "x-evenflow-worker"),
+    "traceparent",
+)
 
 
 def build_app(gateway: Gateway, settings: FrontSettings) -> FastAPI:

@@ -36,6 +36,7 @@ class Options:
     slo: SLO
     priority: int
     cache_salt: str
+    traceparent: str
 
 
 def read_options(
@@ -84,6 +85,7 @@ def read_options(
         slo=_slo(placement.section("slo"), headers, settings.slo),
         priority=placement.integer("priority", fields.integer("priority", 0, *INT32), *INT32),
         cache_salt=_cache_salt(fields),
+        traceparent=headers.get("traceparent", ""),
     )
 
 
