@@ -69,6 +69,7 @@ class FrontDoor:
             recorder=self._recorder,
             tracing=self._tracing,
             demand_window_s=config.scaling.window_s,
+            secret=token.encode()[:64],
         )
         settings = FrontSettings(
             model=name,
@@ -105,6 +106,7 @@ class FrontDoor:
         self.gateway.peers.start(
             host=config.host, http_port=self.http_port, grpc_port=self.grpc_port
         )
+        self.gateway.prefix_news.start()
         while not self._http.started and not self._task.done():
             await asyncio.sleep(0.01)
 
@@ -135,6 +137,7 @@ class FrontDoor:
             self._scaling.cancel()
             await asyncio.gather(self._scaling, return_exceptions=True)
         await self.gateway.drain(drain_s)
+        await self.gateway.prefix_news.stop()
         await self.gateway.peers.stop()
         await self._grpc.stop()
         self._http.should_exit = True

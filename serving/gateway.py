@@ -30,6 +30,7 @@ from serving.metrics import Metrics
 from serving.moves import Moves
 from serving.peers import Peers
 from serving.pools import Pools, Submission, WorkerLost, WorkerView
+from serving.prefix_news import PrefixNews
 from serving.recording import Recorder
 from serving.routing import Routing
 from serving.running import Call, Seq, explanation_of, note_timing, seq_of, usage_of
@@ -82,6 +83,7 @@ class Gateway:
         recorder: Recorder | None = None,
         tracing: Tracing | None = None,
         demand_window_s: float = STEADY_S,
+        secret: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pools = pools
@@ -97,12 +99,13 @@ class Gateway:
         self._recorder, self._tracing = recorder, tracing
         self._calls: dict[str, Call] = {}
         self._recent: deque[tuple[str, dict[str, Any]]] = deque(maxlen=RECENT)
-        self._routing = Routing(pools, clock, early_fetch)
+        self._routing = Routing(pools, clock, early_fetch, secret)
         self._num_unanswered = 0  # sequences without a token yet
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
         self.peers = Peers(self._store, self._facts)
+        self.prefix_news = PrefixNews(self._store, self._routing, self.peers)
         self.moves = Moves(pools, self._routing.replicas, self._running)
 
     # ------------------------------------------------------------------ one call

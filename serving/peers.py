@@ -59,10 +59,14 @@ class Peers:
     def is_alone(self) -> bool:
         return len(self._known) < 2
 
+    async def look(self, addresses: Facts | None = None) -> None:
+        """Renew the lease, and see who else has one."""
+        facts = {"since": self._since, **(addresses or {}), **self._facts()}
+        await self._store.set(PREFIX + self.id, facts, LEASE_S)
+        found = await self._store.scan(PREFIX)
+        self._known = {key.removeprefix(PREFIX): facts for key, facts in found.items()}
+
     async def _run(self, addresses: Facts) -> None:
         while True:
-            facts = {"since": self._since, **addresses, **self._facts()}
-            await self._store.set(PREFIX + self.id, facts, LEASE_S)
-            found = await self._store.scan(PREFIX)
-            self._known = {key.removeprefix(PREFIX): facts for key, facts in found.items()}
+            await self.look(addresses)
             await asyncio.sleep(self._period_s)

@@ -32,8 +32,12 @@ class Routed(Protocol):
 class Routing:
     """Lives on the gateway's loop."""
 
-    def __init__(self, pools: Pools, clock: Callable[[], float], early_fetch: bool) -> None:
+    def __init__(
+        self, pools: Pools, clock: Callable[[], float], early_fetch: bool, key: bytes = b""
+    ) -> None:
+        """``key``: known to all gateways of a deployment, for the names of what they route."""
         self._pools, self._clock, self._early_fetch = pools, clock, early_fetch
+        self._key = key
         self._fleet = Fleet(random.Random())
         self._prefixes = Prefixes()
 
@@ -60,7 +64,7 @@ class Routing:
         """Whether the longest of its prompts would have a first token in time anywhere."""
         self._look()
         now, prompt = self._clock(), max(generation.prompts, key=len)
-        names = names_of(prompt, generation.cache_salt)
+        names = names_of(prompt, generation.cache_salt, self._key)
         total = len(prompt) + generation.sampling.max_tokens
         ask = self._ask(generation, len(prompt), total, names)
         views = self._fleet.some(ask, now)
@@ -71,7 +75,7 @@ class Routing:
         self._look()
         now, fleet = self._clock(), self._fleet
         request, generation = seq.request, seq.generation
-        names = names_of(request.prompt, request.cache_salt)
+        names = names_of(request.prompt, request.cache_salt, self._key)
         ask = self._ask_of(seq, names)
         pinned = () if seq.lost else generation.pinned
         try:
@@ -109,6 +113,15 @@ class Routing:
     def finished(self, seq: Routed) -> None:
         """It has all its tokens."""
         self._fleet.finished(len(seq.output))
+
+    def news(self) -> dict[str, list[int]]:
+        """Names of what was sent where since this was asked last."""
+        return self._prefixes.news()
+
+    def hear(self, worker: str, names: list[int]) -> None:
+        """Another gateway has sent that there."""
+        if worker in self._fleet:
+            self._prefixes.hear(names, worker, self._fleet.capacity(worker))
 
     def _ask_of(self, seq: Routed, names: Names) -> Ask:
         tokens = len(seq.request.prompt) + len(seq.output)

@@ -1,23 +1,28 @@
-"""Whose pages hold the beginning of a prompt, as far as this gateway has sent it there.
+"""Whose pages hold the beginning of a prompt, as far as this gateway has sent it there, or heard
+that another did.
 
 Prompts are named by blocks, each name standing for everything up to its end. Of each worker as many
-blocks are remembered as its pool holds, the latest used; what others sent there is not known, so
-this is a guess that only routing relies on.
+blocks are remembered as its pool holds, the latest used. What has become of them there is not
+known, so this is a guess that only routing relies on.
 """
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 
 BLOCK = 256  # tokens
+MAX_NEWS = 1024  # blocks that are kept to be told
 Names = tuple[int, ...]
 
 
-def names_of(prompt: Sequence[int], salt: str) -> Names:
-    """The names of a prompt's full blocks. Requests with another salt share nothing."""
-    parent, names = hash(salt), []
+def names_of(prompt: Sequence[int], salt: str, key: bytes = b"") -> Names:
+    """The names of a prompt's full blocks. Requests with another salt share nothing. Whoever does
+    not know the key cannot tell whether a name is that of some text."""
+    digest, names = blake2b(salt.encode(), key=key, digest_size=8), []
     for end in range(BLOCK, len(prompt) + 1, BLOCK):
-        parent = hash((parent, tuple(prompt[end - BLOCK : end])))
-        names.append(parent)
+        digest.update(array("I", prompt[end - BLOCK : end]).tobytes())
+        names.append(int.from_bytes(digest.digest(), "little"))
     return tuple(names)
 
 
@@ -27,6 +32,7 @@ class Prefixes:
     def __init__(self) -> None:
         self._holders: dict[int, set[str]] = {}
         self._kept: dict[str, OrderedDict[int, None]] = {}
+        self._news: deque[tuple[str, int]] = deque(maxlen=MAX_NEWS)
 
     def found(self, names: Names) -> dict[str, int]:
         """Tokens of the prompt by worker that has some."""
@@ -42,6 +48,11 @@ class Prefixes:
 
     def add(self, names: Names, worker: str, max_tokens: int) -> None:
         """The worker will have computed or fetched this prompt; its pool holds so many tokens."""
+        self._news.extend((worker, name) for name in names)
+        self.hear(names, worker, max_tokens)
+
+    def hear(self, names: Iterable[int], worker: str, max_tokens: int) -> None:
+        """Somebody else says so."""
         kept = self._kept.setdefault(worker, OrderedDict())
         for name in names:
             kept[name] = None
@@ -49,6 +60,14 @@ class Prefixes:
             self._holders.setdefault(name, set()).add(worker)
         while len(kept) > max_tokens // BLOCK:
             self._let_go(kept.popitem(last=False)[0], worker)
+
+    def news(self) -> dict[str, list[int]]:
+        """Blocks by worker that were added since this was asked last."""
+        news: dict[str, list[int]] = {}
+        for worker, name in self._news:
+            news.setdefault(worker, []).append(name)
+        self._news.clear()
+        return news
 
     def drop(self, worker: str) -> None:
         """It is gone, and its pages with it."""
