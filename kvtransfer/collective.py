@@ -36,7 +36,7 @@ from kvtransfer.pair import Pair
 from kvtransfer.rendezvous import TARGET_RANK, Rendezvous
 from kvtransfer.source import PageSource
 from kvtransfer.staging import Staging
-from kvtransfer.transport import TransferError, check_room
+from kvtransfer.transport import Landing, TransferError, check_room
 from protos import evenflow_pb2 as pb
 
 ALL = 0  # as the end of what is sent: whatever the lease has
@@ -182,7 +182,7 @@ class CollectiveTransport:
 
     def fetch_early(
         self, handle: KVHandle, pages: Sequence[int], timeout_s: float, skip: int = 0
-    ) -> int | None:
+    ) -> Landing:
         check_room(handle, pages, skip)
         mismatch = self._layout.mismatch(handle.layout)
         if mismatch is not None:
@@ -190,6 +190,7 @@ class CollectiveTransport:
         have, is_complete = skip, False
         while not is_complete:
             ready, lane = self._wait_until_ready(handle, have, Deadline.after(timeout_s))
+            heard_at = time.monotonic()
             if ready.num_pages > handle.num_pages:
                 raise TransferError(f"{ready.num_pages} pages come, not {handle.num_pages}")
             if ready.num_pages > have:
@@ -201,7 +202,8 @@ class CollectiveTransport:
         if have != handle.num_pages:
             raise TransferError(f"{have} pages came, {handle.num_pages} were promised")
         self._client.release_soon(handle)
-        return ready.token if ready.HasField("token") else None
+        token = ready.token if ready.HasField("token") else None
+        return Landing(token, time.monotonic() - heard_at)
 
     def _wait_until_ready(
         self, handle: KVHandle, have: int, deadline: Deadline

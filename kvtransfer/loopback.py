@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvtransfer.core.handle import KVHandle, KVLayout
 from kvtransfer.leases import Leases
-from kvtransfer.transport import TransferError, check_room
+from kvtransfer.transport import Landing, TransferError, check_room
 
 Moment = Literal["before", "after"]
 Fault = Callable[[Moment, KVHandle], None]  # may sleep or raise, before and after the copy
@@ -101,7 +101,7 @@ class LoopbackTransport:
 
     def fetch_early(
         self, handle: KVHandle, pages: Sequence[int], timeout_s: float, skip: int = 0
-    ) -> int | None:
+    ) -> Landing:
         check_room(handle, pages, skip)
         leases, have = self._source(handle).leases, skip
         while True:
@@ -112,8 +112,9 @@ class LoopbackTransport:
             if ready is None:
                 raise TransferError(f"{handle.request_id} is promised no longer")
             if ready.is_complete:
+                started = time.monotonic()
                 self.fetch(handle, pages[have - skip :], timeout_s, have)
-                return ready.token
+                return Landing(ready.token, time.monotonic() - started)
             if ready.num_pages > have:
                 self._copy_promised(handle, pages, have - skip, ready.num_pages, skip)
                 have = ready.num_pages

@@ -204,7 +204,7 @@ class PageSource:
             first_page=request.num_pages,
             stop_page=answer.ready.num_pages,
         )
-        deadline = Deadline.after(request.timeout_s)
+        deadline = Deadline.after(2 * request.timeout_s)  # the wait has one, the transfer another
         with self._lock:
             try:
                 outgoing = self._pair(request.target, request.generation)

@@ -1,6 +1,7 @@
 """How a worker brings another worker's pages into its own pool."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvtransfer.core.handle import KVHandle
@@ -8,6 +9,14 @@ from kvtransfer.core.handle import KVHandle
 
 class TransferError(Exception):
     """The pages did not arrive intact. The receiver recomputes what it was promised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """All pages of an early fetch are here."""
+
+    token: int | None  # the next one, which the source sampled last, if it told
+    took_s: float  # since the source had said that all is computed
 
 
 class Transport(Protocol):
@@ -27,10 +36,9 @@ class Transport(Protocol):
 
     def fetch_early(
         self, handle: KVHandle, pages: Sequence[int], timeout_s: float, skip: int = 0
-    ) -> int | None:
+    ) -> Landing:
         """As ``fetch``, of pages that the source is still computing: each is brought when it is
-        finished. ``timeout_s`` is for each wait and each transfer. Returns the token that the
-        source sampled in the end, if it told."""
+        finished. ``timeout_s`` is for each wait and each transfer."""
         ...
 
     def renew(self, handle: KVHandle) -> bool:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from kvtransfer.core.handle import KVHandle, KVLayout
 from kvtransfer.leases import Leases
-from kvtransfer.transport import TransferError, Transport
+from kvtransfer.transport import Landing, TransferError, Transport
 from workers.clocked import Clocked
 from workers.core.load import scheduler_load
 from workers.core.output import KVLedger, Load, Output, Report, Token
@@ -347,7 +347,7 @@ class Engine:
         if early is not None:
             clocked = self._clocks[request_id]
             clocked.submitted = clocked.planned = now
-            clocked.fetched = now if early.phase is Phase.DECODE else 0.0
+            clocked.fetched = self._clock() if early.phase is Phase.DECODE else 0.0
             self._cached_tokens += early.num_cached
         return early is not None
 
@@ -382,18 +382,20 @@ class Engine:
         skip = seq.num_cached // self._scheduler.pool.page_size  # already here
         pages = seq.pages[skip : handle.num_pages]
         failure: str | None = None
-        token: int | None = None
+        landing: Landing | None = None
         try:
-            token = self._transfer(handle, pages, skip, is_early)
+            landing = self._transfer(handle, pages, skip, is_early)
         except Exception as error:  # any failure becomes a recompute, never a lost request
             failure = f"{type(error).__name__}: {error}"
+        token = None if landing is None else landing.token
+        took_s = self._clock() - start if landing is None else landing.took_s
         num_bytes = len(pages) * handle.layout.page_bytes
-        fetched = Fetched(is_early, failure, token, num_bytes, self._clock() - start)
+        fetched = Fetched(is_early, failure, token, num_bytes, took_s)
         self._inbox.put(lambda: self._fetch_ended(seq, fetched))
 
     def _transfer(
         self, handle: KVHandle, pages: list[int], skip: int, is_early: bool
-    ) -> int | None:
+    ) -> Landing | None:
         if self._transport is None:
             raise TransferError("this worker has no transport")
         if is_early:
@@ -425,7 +427,7 @@ class Engine:
             self._clocks.pop(seq.id, None)
         elif fetched.token is not None:  # it need not wait for the gateway to bring it
             self._ahead.add(seq.id)
-            self._confirm(seq.id, fetched.token, False, self._clock())
+            self._confirm(seq.id, fetched.token, False, self._clock() - fetched.took_s)
 
     def _release_handle(self, seq: Sequence) -> None:
         """Tell the source, off the loop, that nobody will fetch."""

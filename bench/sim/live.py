@@ -18,7 +18,7 @@ from bench.sim.paged import VOCAB, PagedModel
 from bench.sim.wires import Meddler, PageWire, Process, Wire
 from kvtransfer.core.handle import KVHandle, KVLayout
 from kvtransfer.leases import Leases
-from kvtransfer.transport import TransferError
+from kvtransfer.transport import Landing, TransferError
 from serving.channel.gateway import ChannelPools
 from serving.channel.worker import Identity, WorkerServer
 from serving.gateway import Gateway
@@ -145,15 +145,18 @@ class VirtualEngine(Engine):
     async def _bring(self, seq: Sequence) -> None:
         assert seq.handle is not None, "only a sequence with a handle is fetched"
         is_early, failure, started = seq.is_early, None, self._loop.time()
-        token: int | None = None
+        landing: Landing | None = None
         skip = seq.num_cached // self._scheduler.pool.page_size
         pages = seq.pages[skip : seq.handle.num_pages]
-        bring = self._wire.bring_early if is_early else self._wire.bring
         try:
-            token = await bring(self._process, seq.handle, pages, skip)
+            if is_early:
+                landing = await self._wire.bring_early(self._process, seq.handle, pages, skip)
+            else:
+                await self._wire.bring(self._process, seq.handle, pages, skip)
         except TransferError as error:
             failure = f"TransferError: {error}"
-        took_s = self._loop.time() - started
+        token = None if landing is None else landing.token
+        took_s = self._loop.time() - started if landing is None else landing.took_s
         num_bytes = len(pages) * seq.handle.layout.page_bytes
         fetched = Fetched(is_early, failure, token, num_bytes, took_s)
         self._inbox.put(lambda: self._fetch_ended(seq, fetched))

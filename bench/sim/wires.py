@@ -9,7 +9,7 @@ from typing import Any
 from bench.sim.paged import PagedModel
 from kvtransfer.core.handle import KVHandle
 from kvtransfer.leases import Leases
-from kvtransfer.transport import TransferError
+from kvtransfer.transport import Landing, TransferError
 from serving.channel.worker import WorkerServer
 from serving.messages import ledger_to_wire, requests_of
 
@@ -225,7 +225,7 @@ class PageWire:
 
     async def bring_early(
         self, target: Process, handle: KVHandle, pages: Sequence[int], skip: int
-    ) -> int | None:
+    ) -> Landing:
         have = skip
         while True:
             source = await self._reach(handle, _now() + self._timeout_s)
@@ -236,13 +236,14 @@ class PageWire:
                 raise TransferError(f"{handle.request_id} makes no progress") from None
             if ready is None:
                 raise TransferError(f"{handle.request_id} is promised no longer")
+            heard_at = _now()
             if ready.num_pages > have:
                 part = pages[have - skip : ready.num_pages - skip]
                 await self._bring_part(target, handle, part, have, ready.num_pages)
             have = ready.num_pages
             if ready.is_complete:
                 await self._let_go(handle)
-                return ready.token
+                return Landing(ready.token, _now() - heard_at)
 
     async def _bring_part(
         self, target: Process, handle: KVHandle, pages: Sequence[int], first: int, stop: int

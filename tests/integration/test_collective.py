@@ -325,11 +325,11 @@ def test_a_source_that_begins_to_send_as_the_wait_for_it_ends_is_heard(
     source.fill(5)
     local.fetch(source.lease("warm", [30]), [30])
     pairs = dict(source.endpoint._pairs)
-    source.endpoint.load_s = 0.4  # type: ignore[attr-defined]
+    source.endpoint.load_s = 0.6  # type: ignore[attr-defined]
     source.leases.promise("r", [4, 5], 0)
     handle = KVHandle("r", source.address, source.incarnation, 2 * SMALL.page_size, 2, SMALL)
-    threading.Timer(0.1, source.leases.grant, ("r", [4, 5], 2 * SMALL.page_size, 77)).start()
-    assert local.transport.fetch_early(handle, [1, 2], 0.25) == 77
+    threading.Timer(0.2, source.leases.grant, ("r", [4, 5], 2 * SMALL.page_size, 77)).start()
+    assert local.transport.fetch_early(handle, [1, 2], 0.5).token == 77
     assert local.read([1, 2]) == source.read([4, 5])
     assert source.endpoint._pairs == pairs
 

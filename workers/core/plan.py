@@ -67,4 +67,4 @@ class Fetched:
     failure: str | None  # why its pages are not here
     token: int | None  # that follows, when it came with an early one's pages
     num_bytes: int
-    took_s: float
+    took_s: float  # of an early one, since its source had computed all of it
