@@ -1,6 +1,7 @@
 """The real command on a real Ray: both modes, membership, failures, and nothing left behind."""
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -109,6 +110,25 @@ def test_a_killed_gateway_comes_back_on_its_ports(evenflow: Running) -> None:
     wait_until(lambda: is_clean(evenflow), 5, "what the old gateway had submitted is gone")
 
 
+def test_a_killed_controller_of_serve_stops_no_stream_and_comes_back(evenflow: Running) -> None:
+    """It decides about replicas; no token passes through it."""
+    expected = complete(evenflow, "mixed", max_tokens=1500)["choices"][0]["token_ids"]
+    before, workers = controller_pid(evenflow), set(evenflow.workers())
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(complete, evenflow, "mixed", max_tokens=1500)
+        wait_until(
+            lambda: any(w["load"]["decode_seqs"] for w in evenflow.workers().values()),  # type: ignore[index]
+            30,
+            "the request is running",
+        )
+        os.kill(before, signal.SIGKILL)
+        assert complete(evenflow, "disaggregated")["evenflow"]["fallback"] is None
+        got = answer.result(timeout=60)
+    assert got["choices"][0]["token_ids"] == expected and got["evenflow"]["fallback"] is None
+    wait_until(lambda: controller_pid(evenflow) not in (0, before), 30, "another controller runs")
+    assert set(evenflow.workers()) == workers
+
+
 def test_a_thousand_requests_with_random_aborts_leave_nothing(evenflow: Running) -> None:
     outcomes = asyncio.run(storm(evenflow.url, 1000, random.Random(7)))
     assert set(outcomes) == {"answered", "left"}, Counter(outcomes)
@@ -167,11 +187,22 @@ def is_ready(running: Running) -> bool:
 
 
 def replica_pid(running: Running, pool: str) -> int:
+    pid = pid_of(running, f"ServeReplica:evenflow:{pool}")
+    assert pid, f"no replica of {pool}"
+    return pid
+
+
+def controller_pid(running: Running) -> int:
+    return pid_of(running, "ServeController")
+
+
+def pid_of(running: Running, actor: str) -> int:
+    """0 when there is none."""
     for pid in running.descendants():
-        title = Path(f"/proc/{pid}/cmdline").read_bytes()
-        if f"ServeReplica:evenflow:{pool}".encode() in title:
-            return pid
-    raise AssertionError(f"no replica of {pool}")
+        with contextlib.suppress(FileNotFoundError):  # it has just ended
+            if actor.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+    return 0
 
 
 def test_a_second_serve_finds_its_port_taken(evenflow: Running) -> None:
