@@ -1,6 +1,6 @@
 """Who wins where: every request mixed, every request disaggregated, or the router's choice each.
 
-    python -m bench.route --traces ../shared/traces [--workers 4 8 32] [--requests 300]
+    python -m bench.route --traces ../shared/traces [--workers 4 8 32] [--requests 600]
 
 The live router, schedulers and step budgets in virtual time, at several parts of what the cluster
 could carry, for promises of several kinds. Disaggregated is given the best of several fixed splits
@@ -11,7 +11,7 @@ those that did best on the requests before the measured ones, at a slightly high
 With hindsight are also ``threshold``, what others do (disaggregated from so many prompt tokens on,
 the best of several numbers, with the best split; on small clusters only), and ``best``, the best of
 all that was tried, auto with other roles included: ``regret`` is what auto misses of it. Writes
-``bench/results/route.jsonl``.
+``bench/results/route.jsonl`` and ``route.md``.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 
-from bench.report import save
+from bench.report import RESULTS, markdown, save
 from bench.sim.cluster import Cluster, Pool
 from bench.sim.latency import Coefficients
 from bench.sim.outcome import Summary
@@ -41,9 +41,10 @@ SPEC = WorkerSpec(
     num_pages=6000,
     layout=LAYOUT,
 )
+PER_WORKER = 50  # requests, at least
 LONGEST = 60_000  # tokens of a request; longer ones are left out
 SPLITS = (0.25, 0.5, 0.75)
-LOADS = (0.5, 0.7, 0.85, 1.0, 1.2)
+LOADS = (0.5, 0.85, 1.2)
 HEADROOM = 1.15  # times the rate: what roles are planned for
 CLEARLY = 0.03  # of the requests
 THRESHOLDS = (256, 1024, 3000)  # prompt tokens
@@ -142,24 +143,46 @@ def compare(before: Workload, workload: Workload, slo: SLO, workers: int) -> dic
     }
 
 
-def points(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    for workers in args.workers:
-        for name in args.files:
-            num_requests = args.requests * max(1, workers // 8)
-            whole = load(args.traces / name).fitting(LONGEST)
-            first, trace = whole.first(num_requests), whole.part(num_requests, 2 * num_requests)
-            for kind in args.slos:
-                slo = SLOS[kind]
-                most = workers * max(means_of(trace).carried(slo.itl_s))
-                for part in args.loads:
-                    before, workload = first.at_rate(part * most), trace.at_rate(part * most)
-                    where = {"workers": workers, "trace": trace.name, "slo": kind, "load": part}
-                    yield {
-                        **where,
-                        **asdict(slo),
-                        "rate": round(part * most, 2),
-                        **compare(before, workload, slo, workers),
-                    }
+def points(args: argparse.Namespace, workers: int) -> Iterator[dict[str, object]]:
+    num_requests = max(args.requests, PER_WORKER * workers)
+    for name in args.files:
+        whole = load(args.traces / name).fitting(LONGEST)
+        first, trace = whole.first(num_requests), whole.part(num_requests, 2 * num_requests)
+        for kind in args.slos:
+            slo = SLOS[kind]
+            most = workers * max(means_of(trace).carried(slo.itl_s))
+            for part in args.loads:
+                before, workload = first.at_rate(part * most), trace.at_rate(part * most)
+                where = {"workers": workers, "trace": trace.name, "slo": kind, "load": part}
+                rate = round(part * most, 2)
+                about = {**where, **asdict(slo), "rate": rate, "requests": num_requests}
+                yield {**about, **compare(before, workload, slo, workers)}
+
+
+SHOWN = {
+    **{"workers": "workers", "trace": "trace", "slo": "promises", "load": "load"},
+    **{"mixed": "all mixed", "disaggregated": "all disaggregated", "auto": "auto"},
+    **{"auto_to_better": "auto to the better", "auto_prefill": "auto's prefill workers"},
+    **{"auto_part_split": "of it disaggregated", "threshold": "threshold", "best": "best"},
+}
+
+
+def table(rows: list[dict[str, object]]) -> str:
+    def shown(value: object) -> str:
+        return "" if value is None else str(value).removesuffix(".first_half")
+
+    return markdown(list(SHOWN.values()), [[shown(row[key]) for key in SHOWN] for row in rows])
+
+
+def verdict(rows: list[dict[str, object]]) -> str:
+    ratios = [float(str(row["auto_to_better"])) for row in rows]
+    regrets = [float(str(row["regret"])) for row in rows]
+    return (
+        f"Auto is within 2 % of the better one or above at {sum(r >= 0.98 for r in ratios)} of "
+        f"{len(rows)} points, and at least 15 % above at {sum(r >= 1.15 for r in ratios)}; the "
+        f"worst ratio is {min(ratios):.2f}, the mean {mean(ratios):.2f}; the mean regret is "
+        f"{mean(regrets):.3f} of the requests, the largest {max(regrets):.3f}."
+    )
 
 
 def main() -> None:
@@ -167,20 +190,22 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, required=True, help="folder of the trace files")
     parser.add_argument("--files", nargs="+", default=list(FILES))
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8, 32])
-    parser.add_argument("--requests", type=int, default=300, help="for up to 8 workers")
+    parser.add_argument(
+        "--requests", type=int, default=600, help=f"or {PER_WORKER} for each worker"
+    )
     parser.add_argument("--loads", type=float, nargs="+", default=list(LOADS))
     parser.add_argument("--slos", nargs="+", default=list(SLOS), choices=list(SLOS))
     args = parser.parse_args()
-    rows = []
-    for row in points(args):
-        rows.append(row)
-        out.print(", ".join(f"{key} {value}" for key, value in row.items()))
-    ratios = [float(str(row["auto_to_better"])) for row in rows]
-    out.print(
-        f"auto within 2 % of the better one at {sum(r >= 0.98 for r in ratios)} of {len(rows)} "
-        f"points, at least 15 % above at {sum(r >= 1.15 for r in ratios)}; worst {min(ratios):.2f}"
-    )
-    save("route", rows)
+    everything: list[dict[str, object]] = []
+    for workers in args.workers:
+        rows = []
+        for row in points(args, workers):
+            rows.append(row)
+            out.print(", ".join(f"{key} {value}" for key, value in row.items()))
+        save("route", rows, workers=workers)
+        everything += rows
+        (RESULTS / "route.md").write_text(f"{table(everything)}\n{verdict(everything)}\n")
+    out.print(verdict(everything))
 
 
 if __name__ == "__main__":
