@@ -1,6 +1,6 @@
 """Who wins where: every request mixed, every request disaggregated, or the router's choice each.
 
-    python -m bench.route --traces ../shared/traces [--workers 4 8 32] [--requests 600]
+    python -m bench.route --traces ../shared/traces [--workers 4 8 32] [--requests 400]
 
 The live router, schedulers and step budgets in virtual time, at several parts of what the cluster
 could carry, for promises of several kinds. Disaggregated is given the best of several fixed splits
@@ -45,6 +45,7 @@ PER_WORKER = 50  # requests, at least
 LONGEST = 60_000  # tokens of a request; longer ones are left out
 SPLITS = (0.25, 0.5, 0.75)
 LOADS = (0.5, 0.85, 1.2)
+MANY, LOADS_OF_MANY = 16, (0.85,)  # workers, from which on there are fewer points
 HEADROOM = 1.15  # times the rate: what roles are planned for
 CLEARLY = 0.03  # of the requests
 THRESHOLDS = (256, 1024, 3000)  # prompt tokens
@@ -147,11 +148,12 @@ def points(args: argparse.Namespace, workers: int) -> Iterator[dict[str, object]
     num_requests = max(args.requests, PER_WORKER * workers)
     for name in args.files:
         whole = load(args.traces / name).fitting(LONGEST)
-        first, trace = whole.first(num_requests), whole.part(num_requests, 2 * num_requests)
+        # recordings begin with hardly any load, and it grows: that is left out
+        first, trace = (whole.part(k * num_requests, (k + 1) * num_requests) for k in (1, 2))
         for kind in args.slos:
             slo = SLOS[kind]
             most = workers * max(means_of(trace).carried(slo.itl_s))
-            for part in args.loads:
+            for part in args.loads or (LOADS if workers < MANY else LOADS_OF_MANY):
                 before, workload = first.at_rate(part * most), trace.at_rate(part * most)
                 where = {"workers": workers, "trace": trace.name, "slo": kind, "load": part}
                 rate = round(part * most, 2)
@@ -191,9 +193,9 @@ def main() -> None:
     parser.add_argument("--files", nargs="+", default=list(FILES))
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8, 32])
     parser.add_argument(
-        "--requests", type=int, default=600, help=f"or {PER_WORKER} for each worker"
+        "--requests", type=int, default=400, help=f"or {PER_WORKER} for each worker"
     )
-    parser.add_argument("--loads", type=float, nargs="+", default=list(LOADS))
+    parser.add_argument("--loads", type=float, nargs="+", help="parts of what is carried")
     parser.add_argument("--slos", nargs="+", default=list(SLOS), choices=list(SLOS))
     args = parser.parse_args()
     everything: list[dict[str, object]] = []

@@ -33,6 +33,7 @@ FORGIVEN = 100  # a stream of more tokens may have one late gap and still is eve
 PLENTY = 0.4  # of the room for prompts is used: then there is plenty
 GROWTH = 0.1  # of the log of a step's time, in a second: streams that nobody knows of yet
 MEETS = 0.5  # chance that a stream that may arrive while a prompt is computed does
+TIGHT = 0.5  # of what a promised gap leaves to streams is used: then prompts had better stay away
 LONG_QUEUE = 64  # prompts of it that are looked at one by one
 MIN_S = 1e-6
 DEFAULT_SLO = SLO()
@@ -112,6 +113,7 @@ class Prompt(NamedTuple):
     gpu_s: float
     share: float  # of its time that this worker gives to prompts
     last_tokens: int  # in the last chunk: their pages cannot move before
+    tightness: float  # of the steps of streams there, against what they are promised: 0 to 1
 
 
 class Stream(NamedTuple):
@@ -127,6 +129,7 @@ class Stream(NamedTuple):
     full_step_s: float  # and if there are some
     prompts_s: float  # how long there are
     taken_s: float  # work on prompts that a prefill worker cannot do because of it
+    taken: float  # part of its time that cannot go to prompts as long as it runs
 
 
 class Share(NamedTuple):
@@ -190,7 +193,11 @@ def prompt_on(ask: Ask, w: ReplicaView, now: float, yard: Pace) -> Prompt:
     own_s = _work_s(ask, w, yard)
     part = min(1.0, share.chunk_s / work_s)
     last = int(part * ask.tokens) if ask.is_early else ask.tokens
-    return Prompt(w, queue_s, prefill_s, late, harm, own_s, share.of_prompts, last)
+    promised = min(w.promised_itl_s or ask.slo.itl_s, ask.slo.itl_s)
+    fixed_s = pace.coefficients[0]
+    used = (share.decode_s - fixed_s) / max(MIN_S, promised - fixed_s)
+    tightness = min(1.0, used / TIGHT)
+    return Prompt(w, queue_s, prefill_s, late, harm, own_s, share.of_prompts, last, tightness)
 
 
 def _harm_to_streams(
@@ -318,8 +325,9 @@ def stream_on(ask: Ask, w: ReplicaView, yard: Pace) -> Stream:
     full_s = share.decode_s + min(share.chunk_s, queued_s)
     room_s = _room_s(ask, w, after)
     late, harm = max(0.0, late), max(0.0, harm)
-    lasts_s, taken_s = share.lasts(queued_s), output * after * max(0.0, taken)
-    return Stream(w, after, room_s, late, harm, own_s, before, full_s, lasts_s, taken_s)
+    taken = max(0.0, taken)
+    lasts_s, taken_s = share.lasts(queued_s), output * after * taken
+    return Stream(w, after, room_s, late, harm, own_s, before, full_s, lasts_s, taken_s, taken)
 
 
 def _room_s(ask: Ask, w: ReplicaView, step_s: float) -> float:

@@ -35,6 +35,7 @@ AUTO, MIXED, DISAGGREGATED = "auto", "mixed", "disaggregated"
 PER_COST = 0.02
 PER_WAIT = 0.05
 ROLE = 0.6  # promises; what a role is for is worth more than one request sees
+LITTLE = 0.1  # of it is the least that another role costs
 MARGIN = 0.01  # promises; disaggregated is at least so much cheaper, or it stays mixed
 KEPT = 3  # halves of each kind that are combined
 SAME_COST, MOST_COST = 1.1, 10.0  # times the least: up to the one, and from the other on, no matter
@@ -248,7 +249,7 @@ class _Halves:
             late_ttft = late_again(ask, p, room_s)
         queue_s = p.queue_s if is_split else p.queue_s + room_s
         gpu_s, harm = p.gpu_s + s.gpu_s, p.harm + s.harm + self._spoiled(s)
-        misfit = MISFIT_PROMPT[p.worker.role] + MISFIT_STREAM[s.worker.role]
+        misfit = _prompt_misfit(p) + _stream_misfit(s)
         price = (
             1.0 - (1.0 - late_ttft) * (1.0 - late_itl) + harm
             + PER_COST * min(MOST_COST, max(0.0, gpu_s / self._least_s - SAME_COST))
@@ -271,18 +272,21 @@ class _Halves:
 
     def _prompt_price(self, p: Prompt) -> float:
         wait = self._wait_price(p.queue_s + p.prefill_s)
-        return p.late + p.harm + wait + ROLE * MISFIT_PROMPT[p.worker.role]
+        return p.late + p.harm + wait + ROLE * _prompt_misfit(p)
 
     def _stream_price(self, s: Stream) -> float:
         cost = PER_COST * s.gpu_s / self._least_s
-        return (
-            s.late
-            + s.harm
-            + self._spoiled(s)
-            + cost
-            + ROLE * MISFIT_STREAM[s.worker.role]
-            + s.room_s
-        )
+        return s.late + s.harm + self._spoiled(s) + cost + ROLE * _stream_misfit(s) + s.room_s
+
+
+def _prompt_misfit(p: Prompt) -> float:
+    """Where streams have all the room that they need, little is lost."""
+    return MISFIT_PROMPT[p.worker.role] * max(LITTLE, p.tightness)
+
+
+def _stream_misfit(s: Stream) -> float:
+    """Where a stream leaves prompts nearly all their time, little is lost."""
+    return MISFIT_STREAM[s.worker.role] * max(LITTLE, s.taken)
 
 
 Half = TypeVar("Half", Prompt, Stream)

@@ -98,6 +98,16 @@ def test_roles_are_preferences() -> None:
     )
 
 
+def test_another_role_costs_what_it_takes_from_the_role() -> None:
+    """A queue of prompts spills over to decode workers whose streams have room, no others."""
+    busy = view("prefill-0", queued_tokens=20_000)
+    loose, tight = promised(view("decode-0", decode_seqs=5), 0.1), view("decode-0", decode_seqs=60)
+    assert go(busy, loose, prompt=900, total=1000).prefill == "decode-0"
+    crowded = promised(tight, 0.015)
+    ask = SLO(2.0, 0.015)
+    assert go(busy, crowded, prompt=900, total=1000, slo=ask).prefill == "prefill-0"
+
+
 def test_mixed_workers_share_without_moving_pages_unless_asked() -> None:
     workers = [view("mixed-0", decode_seqs=30), view("mixed-1", decode_seqs=7)]
     assert pair(go(*workers, prompt=4000, total=4100)) == ("mixed-1", "mixed-1")
