@@ -15,9 +15,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import exp, inf
+from operator import attrgetter
 
 from serving.core.capacity import Fleet, Pressure, StepCosts, Work, pressure, work_of
-from serving.core.demand import SIGMAS, DemandStats, Trend, Window
+from serving.core.demand import DemandStats, Trend, Window, chance_of, is_busier
 from serving.core.scaling import (
     ABSORB,
     ADD,
@@ -34,12 +35,15 @@ from serving.core.scaling import (
 from workers.core.output import Load
 
 FLIPS = ((DECODE, PREFILL), (PREFILL, DECODE))
+WORST = attrgetter("worst")
 
 UP_AT = 1.0  # pressure
+PERSISTS = 6  # periods in a row above are no chance, however little above
 URGENT_AT = 1.5  # not confirmed by a second look
 HELPS_AT = 0.5  # below this pressure, a broken promise without a queue is noise
-DOWN_AT = (0.5, 0.85)  # with one worker less: by how much the load may differ by chance
-DOWN_SIGMAS = 1.5  # of that; what is looked back on is the worst of its time already
+BURST_AT = 0.7  # when more comes than chance explains: nobody knows yet where it ends
+DOWN_AT = (0.5, 0.9)  # with one worker less: by how much the load may differ by chance
+ROOM_SIGMAS = 1.5  # of that; what is looked back on is the worst of its time already
 GAIN = 0.9  # a flip brings the pressure down to at most this part
 MEASURED_GAIN = 0.25  # what one period's work counts beside those before
 WRONG_FOR_S = 1800.0  # how slowly a prediction that was too good is forgiven
@@ -67,6 +71,17 @@ class _Episode:
     until: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Breach:
+    """More than there is room for, or not what was promised."""
+
+    work: Work
+    at_base: Pressure  # without the backlog
+    now: Pressure
+    limit: float  # what the pressure is to come down to
+    reason: str
+
+
 class Autoscaler:
     """``decide`` once a period. Not thread-safe."""
 
@@ -76,6 +91,7 @@ class Autoscaler:
         self._past: deque[tuple[float, Work, int]] = deque()  # with the arrivals of each period
         self._costs: StepCosts | None = None
         self._num_breaches = 0  # periods in a row
+        self._num_above = 0  # the same, without an allowance for chance
         self._episode: _Episode | None = None
         self._trend = Trend()
         self._hold_s = rules.stable_s  # how long nobody may be needed before somebody goes
@@ -116,12 +132,14 @@ class Autoscaler:
             return ScaleDecision(HOLD, "nobody says what is asked for: that is not zero demand")
         if not view.fleet.num:
             return self._from_nothing(view, demand)
-        self._trend.note(demand.recent, now, self.start_s)
-        if self._costs is None:
-            return ScaleDecision(HOLD, "no worker has told its step times yet")
-        base = self._demanded(demand, self._costs).at_least(measured)
         computing = now - self._prompts_at < STUCK_PERIODS * self.rules.period_s
         stuck = not demand.recent.num_arrived and computing and not view.num_queued
+        if not stuck:
+            self._trend.note(demand.recent, now, self.start_s)
+        if self._costs is None:
+            return ScaleDecision(HOLD, "no worker has told its step times yet")
+        steady = self._trend.steady(demand.steady)
+        base = self._demanded(steady, demand, self._costs).at_least(measured)
         hard = self._with_backlog(base, view, demand)
         at_base, at_hard = (pressure(view.fleet, w, self._costs) for w in (base, hard))
         broken = demand.broken
@@ -133,10 +151,16 @@ class Autoscaler:
             hard = self._corrected(hard, at_hard)
             at_hard = pressure(view.fleet, hard, self._costs)
         self._remember(hard, demand.recent.num_arrived, now)
-        limit = UP_AT if broken else UP_AT + demand.chance
-        self._num_breaches = self._num_breaches + 1 if at_hard.worst > limit else 0
-        if at_hard.worst > limit:
-            return self._up(view, hard, at_base, at_hard, broken, now)
+        limit = UP_AT if broken else UP_AT + steady.chance
+        if is_burst := is_busier(demand.recent, steady):
+            limit = max(BURST_AT, self._margin())
+        self._num_above = self._num_above + 1 if at_hard.worst > UP_AT else 0
+        is_breach = at_hard.worst > limit or self._num_above >= PERSISTS
+        self._num_breaches = self._num_breaches + 1 if is_breach else 0
+        if is_breach:
+            reason = f"{_need(at_hard)} on {view.fleet}" + (f", and {broken}" if broken else "")
+            limit = min(limit, UP_AT)
+            return self._up(view, _Breach(hard, at_base, at_hard, limit, reason), now)
         if broken:
             return ScaleDecision(
                 HOLD,
@@ -149,7 +173,10 @@ class Autoscaler:
                 "the count of arrivals stands still while workers compute prompts",
                 now=at_hard,
             )
-        return self._down(view, demand, at_hard, now)
+        if is_burst:
+            more = f"{_need(at_hard)} on {view.fleet}; more came just now than chance explains"
+            return ScaleDecision(HOLD, more, now=at_hard)
+        return self._down(view, at_hard, now)
 
     def _from_nothing(self, view: View, demand: DemandStats) -> ScaleDecision:
         if not demand.num_waiting and not demand.recent.num_arrived:
@@ -169,7 +196,7 @@ class Autoscaler:
         """As many as the arrivals so far need, when the costs are known; one otherwise."""
         num = 1
         if self._costs is not None:
-            work = self._demanded(demand, self._costs)
+            work = self._demanded(demand.steady, demand, self._costs)
             most = view.room(pool)
             while (
                 num < most and pressure(Fleet().plus(pool.role, num), work, self._costs).worst > 1
@@ -177,46 +204,37 @@ class Autoscaler:
                 num += 1
         return num
 
-    def _up(
-        self,
-        view: View,
-        hard: Work,
-        at_base: Pressure,
-        at_hard: Pressure,
-        broken: str,
-        now: float,
-    ) -> ScaleDecision:
-        costs = self._costs
-        assert costs is not None
-        need = f"{_need(at_hard)} on {view.fleet}" + (f", and {broken}" if broken else "")
-        urgent = at_hard.worst > URGENT_AT
+    def _up(self, view: View, breach: _Breach, now: float) -> ScaleDecision:
+        need, limit = breach.reason, breach.limit
+        hold = ScaleDecision(HOLD, need, now=breach.now)
+        urgent = breach.now.worst > URGENT_AT or limit < UP_AT
         if self._num_breaches < 2 and not urgent:
-            return ScaleDecision(HOLD, f"{need}: seen once, looking again", now=at_hard)
-        if at_base.worst <= UP_AT and self._absorbs(at_base, now):
+            return replace(hold, reason=f"{need}: seen once, looking again")
+        if breach.at_base.worst <= limit and self._absorbs(breach.at_base, now):
             return ScaleDecision(
                 ABSORB,
                 f"{need}: the step budgets take it, the queue is gone before a replica could start "
                 f"({self.start_s:.0f} s)",
-                now=at_hard,
+                now=breach.now,
             )
         if (wait_s := self._cooling(REMOVE, self.rules.up_cool_s, now)) > 0:
-            return ScaleDecision(HOLD, f"{need}: {wait_s:.0f} s after a removal", now=at_hard)
+            return replace(hold, reason=f"{need}: {wait_s:.0f} s after a removal")
         if self._num_events(now) >= self.rules.max_events:
-            return ScaleDecision(HOLD, f"{need}: too many changes in ten minutes", now=at_hard)
-        flip = self._flip(view, hard, at_hard, costs, now)
-        if flip is not None and flip.after.worst <= UP_AT:
+            return replace(hold, reason=f"{need}: too many changes in ten minutes")
+        flip = self._flip(view, breach, now)
+        if flip is not None and flip.after.worst <= limit:
             return replace(flip, reason=f"{need}: {flip.reason}")
-        add = self._add(view, hard, at_hard, costs)
+        add = self._add(view, breach)
         if add is not None:
             return replace(add, reason=f"{need}: {add.reason}")
         if flip is not None:
             return replace(flip, reason=f"{need}: no GPU is left, {flip.reason}")
-        return ScaleDecision(HOLD, f"{need}: at the limit of what may be used", now=at_hard)
+        return replace(hold, reason=f"{need}: at the limit of what may be used")
 
-    def _flip(
-        self, view: View, work: Work, before: Pressure, costs: StepCosts, now: float
-    ) -> ScaleDecision | None:
+    def _flip(self, view: View, breach: _Breach, now: float) -> ScaleDecision | None:
         """The best exchange of one worker between prefill and decode; None when none pays."""
+        assert self._costs is not None
+        work, before = breach.work, breach.now
         if not self.rules.flips or self._cooling(FLIP, self.rules.flip_cool_s, now) > 0:
             return None
         best: ScaleDecision | None = None
@@ -224,7 +242,7 @@ class Autoscaler:
             worker = view.least_busy(source)
             if worker is None or self._cooling(f"{role}>{source}", self.rules.down_cool_s, now) > 0:
                 continue
-            after = pressure(view.fleet.flipped(source, role), work, costs)
+            after = pressure(view.fleet.flipped(source, role), work, self._costs)
             if after.worst > GAIN * before.worst or (best and after.worst >= best.after.worst):
                 continue
             reason = f"{worker} goes from {source} to {role}, {_then(after)}; no GPU is needed"
@@ -233,15 +251,15 @@ class Autoscaler:
             )
         return best
 
-    def _add(
-        self, view: View, work: Work, before: Pressure, costs: StepCosts
-    ) -> ScaleDecision | None:
-        """The fewest replicas that bring the pressure down, else those that help most."""
+    def _add(self, view: View, breach: _Breach) -> ScaleDecision | None:
+        """The fewest replicas that bring the pressure to the limit, else those that help most."""
+        assert self._costs is not None
+        before = breach.now
         best: tuple[tuple[bool, float, float], ScaleDecision] | None = None
         for pool in view.growable():
             for num in range(1, view.room(pool) + 1):
-                after = pressure(view.fleet.plus(pool.role, num), work, costs)
-                holds = after.worst <= UP_AT
+                after = pressure(view.fleet.plus(pool.role, num), breach.work, self._costs)
+                holds = after.worst <= breach.limit
                 rank = (not holds, float(num) if holds else after.worst, after.worst)
                 if best is None or rank < best[0]:
                     reason = f"{num} more in {pool.name}, {_then(after)}"
@@ -252,7 +270,7 @@ class Autoscaler:
                     )
         return None if best is None or best[1].after.worst >= before.worst else best[1]
 
-    def _down(self, view: View, demand: DemandStats, at_now: Pressure, now: float) -> ScaleDecision:
+    def _down(self, view: View, at_now: Pressure, now: float) -> ScaleDecision:
         calm = ScaleDecision(HOLD, f"{_need(at_now)} on {view.fleet}", now=at_now)
         if view.unknown:
             return replace(calm, reason=f"{calm.reason}; {view.unknown[0]} is not heard from")
@@ -261,10 +279,9 @@ class Autoscaler:
         changed_s = max(self._cooling(kind, self.rules.down_cool_s, now) for kind in (ADD, FLIP))
         if changed_s > 0 or self._cooling(REMOVE, 2 * self.rules.period_s, now) > 0:
             return calm
-        works = self._hardest()
-        margin = UP_AT / (1 + DOWN_SIGMAS * demand.chance * self._burstiness() ** 0.5)
+        works, margin = self._hardest(), max(DOWN_AT[0], min(DOWN_AT[1], self._margin()))
         for pool in sorted(view.pools, key=lambda pool: -pool.target):
-            num, after = self._spare(view, pool, works, max(DOWN_AT[0], min(DOWN_AT[1], margin)))
+            num, after = self._spare(view, pool, works, margin)
             if num:
                 return ScaleDecision(
                     REMOVE,
@@ -305,23 +322,21 @@ class Autoscaler:
         if self.rules.flips:
             fleets += [fleet.flipped(a, b) for a, b in FLIPS if getattr(fleet, a) > 1]
         costs = self._costs
-        hardest = [max((pressure(f, w, costs) for w in works), key=_worst) for f in fleets]
-        return min(hardest, key=_worst)
+        hardest = [max((pressure(f, w, costs) for w in works), key=WORST) for f in fleets]
+        return min(hardest, key=WORST)
 
     # ------------------------------------------------------------------ what is asked for
 
-    def _demanded(self, demand: DemandStats, costs: StepCosts) -> Work:
+    def _demanded(self, steady: Window, demand: DemandStats, costs: StepCosts) -> Work:
         """By the steady rate, or by the recent one when chance does not explain it."""
 
         def work(window: Window) -> Work:
             slos = demand.ttft_slo_s, demand.itl_slo_s
             return work_of(window, costs, demand.mean_output, self._cached, *slos)
 
-        steady, recent = work(demand.steady), work(demand.recent)
-        expected = demand.steady.num_arrived / demand.steady.span_s * demand.recent.span_s
-        chance = SIGMAS * (max(expected, 1.0) * (1 + steady.spread)) ** 0.5
-        is_busier = demand.recent.num_arrived > expected + chance
-        return steady.at_least(recent) if is_busier else steady.times(self._trend.factor())
+        if is_busier(demand.recent, steady):
+            return work(steady).at_least(work(demand.recent))
+        return work(steady).times(self._trend.factor(steady))
 
     def _with_backlog(self, work: Work, view: View, demand: DemandStats) -> Work:
         """What waits beyond what can be served in half a promise is to be gone by the time that a
@@ -398,13 +413,11 @@ class Autoscaler:
         )
         return tuple(max(works, key=respect).times(self._wrong) for respect in respects)
 
-    def _burstiness(self) -> float:
-        """Of the last minutes' arrivals: variance of the periods' counts over their mean, which is
-        1 for independent ones."""
+    def _margin(self) -> float:
+        """The pressure that leaves room for what may come by chance."""
         counts = [count for _, _, count in self._past]
-        mean = sum(counts) / len(counts)
-        variance = sum((count - mean) ** 2 for count in counts) / len(counts)
-        return max(1.0, variance / mean) if mean else 1.0
+        spread = max(work.spread for _, work, _ in self._past)
+        return UP_AT / (1.0 + ROOM_SIGMAS * chance_of(counts, spread))
 
     def _absorbs(self, base: Pressure, now: float) -> bool:
         """Whether a queue passes before a replica could help. One that comes back does not."""
@@ -459,7 +472,7 @@ class Autoscaler:
 
     def _note(self, decision: ScaleDecision, now: float) -> None:
         self._events.append(now)
-        if decision.kind == ADD and self._cooling(REMOVE, self._hold_s, now) > 0:
+        if decision.kind in (ADD, FLIP) and self._cooling(REMOVE, self._hold_s, now) > 0:
             # Let go too soon: loads that come and go are worth waiting for.
             self._hold_s = min(2 * self._hold_s, MAX_HOLD * self.rules.stable_s)
         self._last[decision.kind] = now
@@ -467,7 +480,7 @@ class Autoscaler:
             self._last[f"{decision.pool}>{decision.role}"] = now
         if decision.kind == ADD:
             self._starts.pop(decision.pool, None)  # patience begins anew
-        self._num_breaches = 0
+        self._num_breaches = self._num_above = 0
 
     def _cooling(self, kind: str, cool_s: float, now: float) -> float:
         """Seconds until the last event of this kind is so long ago."""
@@ -477,10 +490,6 @@ class Autoscaler:
         while self._events and self._events[0] < now - EVENT_WINDOW_S:
             self._events.popleft()
         return len(self._events)
-
-
-def _worst(p: Pressure) -> float:
-    return p.worst
 
 
 def _need(p: Pressure) -> str:

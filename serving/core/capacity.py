@@ -2,7 +2,8 @@
 
     load       u = work per second / workers that share it
     decode     a step lasts c0 / (1 - u): the fixed part is paid once a step, the rest per token
-    prefill    a queue in front of the workers that prefill (Sakasegawa's approximation)
+    prefill    a queue in front of the workers that prefill (Sakasegawa's approximation); long
+               prompts are computed beside the decodes, and wait for the shorter ones as well
 
 Everything is put as pressure: a need over what is there, so that 1 is the most that keeps the
 promises. It knows seconds of computing and promises, and neither clocks nor who the workers are.
@@ -11,14 +12,17 @@ promises. It knows seconds of computing and promises, and neither clocks nor who
 from dataclasses import dataclass, replace
 
 from serving.core.demand import Window
-from workers.core.budget import CEILING_S, PATIENCE
+from workers.core.budget import CEILING_S
 from workers.core.pace import Pace
 
 MAX_LOAD = 0.85  # of a worker's time: what arrives is not even
 ITL_MARGIN = 1.25  # the promised gap over the mean step
+HAND_OFF_STEPS = 3.0  # a stream that comes to a worker: asked for in one step, there in the next
 MAX_PAGES = 0.9  # of the KV pages
 MIN_ROOM = 0.05  # of a worker's time, when steps of decodes alone break the promise
-P90 = 2.3  # times the mean wait
+LONG_SIGMAS = 1.64  # above the mean: one prompt in twenty is longer
+LONG_WAIT = 1.5  # times its mean wait: with the length, about 3 % of first tokens are late
+OWN_PART = 1.5  # a long prompt's promise is at least its own time and half of it
 NO_ROOM = 100.0  # pressure on nobody at all
 
 
@@ -147,7 +151,7 @@ class Pressure:
 
     prefill: float = 0.0
     decode: float = 0.0
-    ttft_s: float = 0.0  # about the 90th percentile
+    ttft_s: float = 0.0  # about the 97th percentile
     itl_s: float = 0.0
 
     @property
@@ -170,6 +174,7 @@ def pressure(fleet: Fleet, work: Work, costs: StepCosts) -> Pressure:
         d, m = 0, d
     elif d + m == 0:
         p, m = 0, p
+    steps = HAND_OFF_STEPS if p else ITL_MARGIN  # that a promised gap has room for
     shared = (work.prefill + work.decode) / (p + d + m) if m else 0.0
     prefill_load = max(work.prefill / (p + m), shared)
     decode_load = max(work.decode / (d + m), shared)
@@ -177,22 +182,29 @@ def pressure(fleet: Fleet, work: Work, costs: StepCosts) -> Pressure:
     room = max(MIN_ROOM, 1.0 - costs.fixed_s / step_limit)
     longest_s = min(CEILING_S, costs.fixed_s + costs.prompt_token_s * costs.max_tokens)
     alone = max(1e-3, 1.0 - costs.fixed_s / longest_s)
-    ttft_s, queue = _queue(prefill_load, p + m, min(room, alone) if m else alone, work)
+    prompts = min(room, alone) if m else alone
+    left = max(MIN_ROOM, prompts - work.decode / (d + m)) if m else prompts
+    ttft_s, queue = _queue(prefill_load, p + m, prompts, left, work)
     itl_s = costs.fixed_s / max(1.0 - decode_load, 1e-3)
+    step_limit = max(work.itl_slo_s, 1e-4) / steps
+    decode_room = max(MIN_ROOM, 1.0 - costs.fixed_s / step_limit)
     streams = work.tokens * min(itl_s, step_limit) / (d + m)
     pages = max(streams * work.context, work.held / (d + m)) / max(1, costs.kv_tokens)
-    decode = max(decode_load / (room * MAX_LOAD), pages / MAX_PAGES)
+    decode = max(decode_load / (decode_room * MAX_LOAD), pages / MAX_PAGES)
     return Pressure(min(queue, NO_ROOM), min(decode, NO_ROOM), ttft_s, itl_s)
 
 
-def _queue(load: float, servers: int, room: float, work: Work) -> tuple[float, float]:
-    """The first token's time, and the load over the one at which it is just in time."""
+def _queue(load: float, servers: int, room: float, left: float, work: Work) -> tuple[float, float]:
+    """A long prompt's first token, and the load over the one at which it is just in time. ``left``
+    is what one prompt gets of a worker's time, beside the decodes there."""
     service_s = work.prompt_s / room
-    due_s = max(work.ttft_slo_s, PATIENCE * service_s)
+    own_s = work.prompt_s * (1.0 + LONG_SIGMAS * work.spread**0.5) / left
+    due_s = max(work.ttft_slo_s, OWN_PART * own_s)
 
     def ttft_s(rho: float) -> float:
         wait = service_s * (1 + work.spread) / 2 * rho ** ((2 * (servers + 1)) ** 0.5 - 1)
-        return float(service_s + P90 * wait / (servers * (1.0 - rho)))
+        wait /= servers * (1.0 - rho)
+        return float(own_s + LONG_WAIT * wait / (1.0 - rho))
 
     low, high = 0.0, MAX_LOAD
     if ttft_s(high) <= due_s:

@@ -5,7 +5,7 @@ and not when it has been served. It knows arrivals, promises and answers, and no
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from workers.core.budget import PATIENCE
@@ -17,6 +17,8 @@ MIN_SPAN_S = 1.0
 LATE_PART = 0.01  # of gaps
 MIN_GAPS = 50
 TREND_S = 120.0  # over which growth is looked for
+LONGER_S = (120.0, 300.0)  # what rates are means of while they stay the same
+ALIKE_SIGMAS = 2.0  # within chance, as far as a mean is concerned
 MIN_TREND = 6  # periods
 MAX_GROWTH = 2.0
 SIGMAS = 3.0  # more than chance
@@ -30,6 +32,14 @@ class Window:
     num_arrived: int = 0
     prompt_tokens: int = 0
     prompt_squares: float = 0.0  # sum of squared prompt lengths: what attention costs
+
+    @property
+    def chance(self) -> float:
+        """By what part the prompt tokens of such a window may be off: the standard deviation."""
+        if not self.num_arrived:
+            return 0.0
+        mean, square = self.prompt_tokens / self.num_arrived, self.prompt_squares / self.num_arrived
+        return float((square / max(mean * mean, 1.0) / self.num_arrived) ** 0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +68,6 @@ class DemandStats:
         if self.num_gaps >= MIN_GAPS and self.num_late > LATE_PART * self.num_gaps:
             broken.append(f"{self.num_late / self.num_gaps:.0%} of the gaps are late")
         return " and ".join(broken)
-
-    @property
-    def chance(self) -> float:
-        """By what part the work of the steady window may be off: the standard deviation."""
-        num = self.steady.num_arrived
-        if not num:
-            return 0.0
-        mean, square = self.steady.prompt_tokens / num, self.steady.prompt_squares / num
-        return float((square / max(mean * mean, 1.0) / num) ** 0.5)
 
 
 @dataclass(slots=True)
@@ -166,33 +167,87 @@ class DemandMeter:
 
 
 class Trend:
-    """Whether arrivals grow, and by how much until a replica asked for now would be there."""
+    """What arrived lately, period by period: how much for how long, and whether it grows."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, Window]] = deque()  # what arrived until then
         self._horizon_s = 0.0
 
     def note(self, recent: Window, now: float, horizon_s: float) -> None:
+        """``horizon_s`` is how long a replica asked for now would take."""
         self._seen.append((now, recent))
         self._horizon_s = horizon_s
-        while self._seen[0][0] < now - TREND_S:
+        while self._seen[0][0] <= now - LONGER_S[-1]:
             self._seen.popleft()
 
-    def factor(self) -> float:
-        """1 unless the growth is clearly more than chance: a line through the counts."""
-        if len(self._seen) < MIN_TREND:
+    def steady(self, minute: Window) -> Window:
+        """The longest window that ``minute``, its end, does not stand out of by more than chance:
+        the longer a mean, the better it is known."""
+        best = minute
+        for span_s in LONGER_S:
+            longer = _sum(self._since(span_s))
+            if longer.span_s <= best.span_s or not _alike(minute, longer):
+                break
+            best = longer
+        return best
+
+    def factor(self, steady: Window) -> float:
+        """By how much arrivals will have grown since ``steady`` when a replica asked for now would
+        be there. 1 unless the growth is clearly more than chance: a line through the counts."""
+        seen = self._since(TREND_S)
+        if len(seen) < MIN_TREND:
             return 1.0
-        times = [at - window.span_s / 2 for at, window in self._seen]
-        rates = [window.num_arrived / window.span_s for _, window in self._seen]
+        times = [at - window.span_s / 2 for at, window in seen]
+        rates = [window.num_arrived / window.span_s for _, window in seen]
         middle, mean = sum(times) / len(times), sum(rates) / len(rates)
         square = sum((t - middle) ** 2 for t in times)
         slope = sum((t - middle) * rate for t, rate in zip(times, rates, strict=True)) / square
-        chance = (mean / self._seen[-1][1].span_s / square) ** 0.5
+        last, window = seen[-1]
+        chance = (mean / window.span_s / square) ** 0.5
         if mean <= 0 or slope <= SIGMAS * chance:
             return 1.0
-        steady_at = self._seen[-1][0] - STEADY_S / 2
-        then = mean + slope * (self._seen[-1][0] + self._horizon_s - middle)
-        return min(MAX_GROWTH, max(1.0, then / max(mean + slope * (steady_at - middle), mean / 2)))
+        then = mean + slope * (last + self._horizon_s - middle)
+        was = mean + slope * (last - steady.span_s / 2 - middle)
+        return min(MAX_GROWTH, max(1.0, then / max(was, mean / 2)))
+
+    def _since(self, span_s: float) -> list[tuple[float, Window]]:
+        return [(at, window) for at, window in self._seen if at > self._seen[-1][0] - span_s]
+
+
+def _sum(seen: Iterable[tuple[float, Window]]) -> Window:
+    windows = [window for _, window in seen]
+    return Window(
+        sum(w.span_s for w in windows),
+        sum(w.num_arrived for w in windows),
+        sum(w.prompt_tokens for w in windows),
+        sum(w.prompt_squares for w in windows),
+    )
+
+
+def is_busier(recent: Window, steady: Window) -> bool:
+    """More arrived in the last period than chance explains."""
+    expected = steady.num_arrived / steady.span_s * recent.span_s
+    variance = max(expected, 1.0) * max(1.0, steady.chance**2 * steady.num_arrived)
+    return recent.num_arrived > expected + SIGMAS * float(variance**0.5)
+
+
+def chance_of(counts: Sequence[int], spread: float) -> float:
+    """By what part the work of all these periods may be off. The variance of their counts is their
+    mean when arrivals are independent, and more when they come in bursts."""
+    total, mean = sum(counts), sum(counts) / len(counts)
+    if not total:
+        return 0.0
+    variance = sum((count - mean) ** 2 for count in counts) / len(counts)
+    return float((max(1.0, variance / mean) * (1.0 + spread) / total) ** 0.5)
+
+
+def _alike(minute: Window, longer: Window) -> bool:
+    """In requests and in prompt tokens."""
+    part = minute.span_s / longer.span_s
+    num, tokens = longer.num_arrived * part, longer.prompt_tokens * part
+    chance = longer.chance * tokens / max(part, 1e-9) ** 0.5
+    same_num: bool = abs(minute.num_arrived - num) <= ALIKE_SIGMAS * max(num, 1.0) ** 0.5
+    return same_num and abs(minute.prompt_tokens - tokens) <= ALIKE_SIGMAS * chance
 
 
 def _window(seen: Iterable[_Seen], span_s: float) -> Window:
