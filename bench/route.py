@@ -5,8 +5,8 @@
 The live router, schedulers and step budgets in virtual time, at several parts of what the cluster
 could carry, for promises of several kinds. Disaggregated is given the best of several fixed splits
 into prefill and decode workers at each point, found with hindsight. Auto is not: its roles are
-those that did best on the requests before the measured ones, at a slightly higher rate, as
-``evenflow plan`` would set them (live, the autoscaler does); then it chooses for each request.
+those that did best on the requests before the measured ones, as ``evenflow plan`` would set them
+(live, the autoscaler does); then it chooses for each request.
 
 With hindsight are also ``threshold``, what others do (disaggregated from so many prompt tokens on,
 the best of several numbers, with the best split; on small clusters only), and ``best``, the best of
@@ -46,7 +46,6 @@ LONGEST = 60_000  # tokens of a request; longer ones are left out
 SPLITS = (0.25, 0.5, 0.75)
 LOADS = (0.5, 0.85, 1.2)
 MANY, LOADS_OF_MANY = 16, (0.85,)  # workers, from which on there are fewer points
-HEADROOM = 1.15  # times the rate: what roles are planned for
 CLEARLY = 0.03  # of the requests
 THRESHOLDS = (256, 1024, 3000)  # prompt tokens
 FEW = 4  # workers, up to which thresholds are tried
@@ -109,10 +108,9 @@ def splits_of(workers: int) -> list[int]:
 
 
 def planned(before: Workload, slo: SLO, workers: int) -> int:
-    """Prefill workers that would serve those requests best if some more came; 0: all are mixed,
-    unless that is clearly worse."""
-    more = before.at_rate(HEADROOM * before.rate)
-    found = {n: run(more, slo, AUTO, workers, n).attainment for n in (0, *splits_of(workers))}
+    """Prefill workers that serve those requests best; 0: all are mixed, unless that is clearly
+    worse."""
+    found = {n: run(before, slo, AUTO, workers, n).attainment for n in (0, *splits_of(workers))}
     return max(found, key=lambda n: found[n] - CLEARLY * (n > 0))
 
 

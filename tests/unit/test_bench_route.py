@@ -19,7 +19,7 @@ def test_auto_is_as_good_as_the_better_pure_mode(kind: str, load: float) -> None
     """Attainment may differ by three requests of 150."""
     slo, workload = SLOS[kind], chats()
     most = 4 * max(means_of(workload).carried(slo.itl_s))
-    row = compare(chats(load * most, seed=4), chats(load * most), slo, 4)
+    row = compare(chats(load * most, 300, seed=4), chats(load * most), slo, 4)
     better = max(float(str(row["mixed"])), float(str(row["disaggregated"])))
     assert float(str(row["auto"])) >= better - 0.02, row
 
