@@ -4,7 +4,8 @@
     python -m bench.scaling compare                    against Ray Serve's policy and static fleets
 
 ``scenarios`` writes ``bench/results/scaling_scenarios.md``, ``compare``
-``bench/results/scaling_compare.md``; both end with a failure when a promise is broken.
+``bench/results/scaling_compare.md``, and both a line of ``bench/results/scaling.jsonl``; they end
+with a failure when a promise is broken.
 """
 
 import argparse
@@ -12,9 +13,10 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
-from bench.report import RESULTS, commit, markdown
+from bench.report import RESULTS, commit, markdown, save
 from bench.sim.scaling_compare import Row, compare
 from bench.sim.scenarios import SCENARIOS, judge
 from serving.console import out
@@ -31,12 +33,12 @@ def _judge(task: tuple[int, int]) -> Judged:
     return index, attainment, scaled.gpu_hours, len(scaled.events), verdict.broken
 
 
-def scenarios(num_seeds: int) -> bool:
+def scenarios(num_seeds: int, num_processes: int) -> bool:
     """Whether every promise held in every run."""
     tasks = [(index, seed) for index in range(len(SCENARIOS)) for seed in range(num_seeds)]
     rows, broken = [], []
     by_index: dict[int, list[Judged]] = {}
-    with ProcessPoolExecutor(os.cpu_count()) as processes:
+    with ProcessPoolExecutor(num_processes) as processes:
         for (index, seed), judged in zip(tasks, processes.map(_judge, tasks), strict=True):
             by_index.setdefault(index, []).append(judged)
             name = SCENARIOS[index].name
@@ -48,6 +50,8 @@ def scenarios(num_seeds: int) -> bool:
     text = f"{num_seeds} seeds each, commit {commit()}\n\n{markdown(header, rows)}"
     text += "\nBroken promises:\n\n" + ("\n".join(f"- {b}" for b in broken) or "none") + "\n"
     _write("scaling_scenarios", text)
+    figures: list[dict[str, object]] = [dict(zip(header, row, strict=True)) for row in rows]
+    save("scaling", figures, what="scenarios", broken=broken)
     out.print("\n".join(broken) or "every promise was kept")
     return not broken
 
@@ -66,17 +70,20 @@ def _row(name: str, runs: Sequence[Judged]) -> tuple[str, ...]:
     )
 
 
-def comparison(folder: Path, say: Callable[[str], None]) -> bool:
+def comparison(folder: Path, num_processes: int, say: Callable[[str], None]) -> bool:
     """Whether it beats Ray Serve's default, and comes near the best static fleet for less."""
     holds, text = True, f"commit {commit()}\n"
-    for table in compare(folder, say):
+    figures: list[dict[str, object]] = []
+    for table in compare(folder, num_processes, say):
         rows = [_compared(row) for row in table.rows]
         header = ("fleet", "both kept", "TTFT kept", "ITL kept", "GPU-hours", "changes")
         text += (
             f"\n## {table.title}\n\n{table.about}\n\n{markdown(header, rows)}\n{table.verdict}\n"
         )
+        figures += [{"load": table.title, **asdict(row)} for row in table.rows]
         holds &= table.holds
     _write("scaling_compare", text)
+    save("scaling", figures, what="compare")
     out.print(text)
     return holds
 
@@ -96,11 +103,12 @@ def main() -> None:
     parser.add_argument("what", choices=("scenarios", "compare"))
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--traces", type=Path, default=Path("../shared/traces"))
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     if args.what == "scenarios":
-        holds = scenarios(args.seeds)
+        holds = scenarios(args.seeds, args.processes)
     else:
-        holds = comparison(args.traces, out.print)
+        holds = comparison(args.traces, args.processes, out.print)
     sys.exit(0 if holds else 1)
 
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from bench.report import percentile
+from bench.sim.scaling_compare import Row
+from bench.sim.scaling_compare import judge as compared
 from bench.sim.scenarios import SCENARIOS, Scenario, judge
 from serving.core.autoscaler import Autoscaler
 from serving.core.capacity import Fleet, StepCosts, Work, pressure, work_of
@@ -309,3 +311,18 @@ def test_the_signal_of_two_pools_is_what_clients_wait() -> None:
         assert demand.ttft_p90_s == pytest.approx(percentile(waits, 90), rel=0.1)
         before = at
     assert max(demand.ttft_p90_s for _, demand in scaled.seen) > 3.0
+
+
+def test_a_comparison_says_who_keeps_as_much_for_less() -> None:
+    def row(name: str, attainment: float, gpu_hours: float) -> Row:
+        return Row(name, attainment, attainment, 1.0, gpu_hours)
+
+    static = [row("4 mixed", 0.90, 10.0), row("8 mixed", 0.99, 20.0)]
+    rays = [row("default", 0.95, 16.0), row("tuned", 0.97, 14.0)]
+    holds, text = compared(row("ours", 0.98, 15.0), static, rays)
+    assert holds and text.endswith("no other fleet.") and "every GPU" not in text
+    holds, text = compared(row("ours", 0.96, 15.0), static, rays)
+    assert holds and text.endswith("As much for less: tuned.")
+    greedy = [row("default", 0.99, 20.0)]
+    holds, text = compared(row("ours", 0.98, 15.0), static, greedy)
+    assert not holds and "every GPU" in text
