@@ -64,7 +64,9 @@ class _Seat:
         """How much of what the request is promised is used up by what is to do here, about. It
         knows nothing that a step without events changes."""
         load, c = self.load, self.pace.coefficients
-        tokens = load.queued_tokens + sum([s.tokens for s in self.sent.values()])
+        tokens = load.queued_tokens
+        if self.sent:
+            tokens += sum([s.tokens for s in self.sent.values()])
         streams = load.decode_seqs + len(self.coming)
         held = (load.num_pages - load.free_pages) * self.page_size
         prompts_s, step_s = tokens * (c[1] + c[5]), c[0] + streams * (c[3] + c[5]) + held * c[4]
@@ -243,11 +245,16 @@ class Fleet:
         """Of those who may take the request, some that have little to do."""
         if len(group) <= SEEN:
             return group
-        drawn = group if len(group) <= DRAWN else self._rng.sample(group, DRAWN)
+        drawn = group if len(group) <= DRAWN else self._draw(group)
         fit = [s for s in drawn if s.capacity >= ask.total_tokens and s.id not in avoid]
         if not fit:
             fit = [s for s in group if s.capacity >= ask.tokens] or list(group)
         return fit if len(fit) <= SEEN else sorted(fit, key=lambda seat: seat.glance(ask))[:SEEN]
+
+    def _draw(self, group: Sequence[_Seat]) -> Sequence[_Seat]:
+        """About so many: who is drawn twice counts once."""
+        size, random = len(group), self._rng.random
+        return list(dict.fromkeys([group[int(random() * size)] for _ in range(DRAWN)]))
 
     # ------------------------------------------------------------------ requests
 
