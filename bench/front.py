@@ -250,7 +250,8 @@ async def slow_readers(folder: Path, args: argparse.Namespace) -> list[Row]:
 async def _beside(port: int, args: argparse.Namespace, num_slow: int, turn: int) -> list[float]:
     """The gaps (ms) of the others."""
     num_tokens = round(args.seconds / STEP_S)
-    slow, others = [], []
+    slow: list[Stream] = []
+    others: list[Stream] = []
     for i in range(args.streams):
         name = f"t{turn}-{num_slow}-{i}"
         stream = Stream(name, _body(name, num_tokens), keeps=False)

@@ -80,7 +80,11 @@ class Choice:
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer()
         self._checker = StopChecker(generation.stop, generation.include_stop)
-        self._num_chars = 0  # decoded so far, held ones included
+        sampling = generation.sampling
+        self._is_text_only = not generation.stop and (
+            sampling.logprobs is None and sampling.prompt_logprobs is None
+        )
+        self._num_chars = 0  # decoded so far, held ones included; of no use to text alone
         self._sent_chars = 0
         self._ids: list[int] = []  # since the last delta
         self._logprobs: list[TokenLogprobs] = []
@@ -94,6 +98,9 @@ class Choice:
             raise Internal(f"a worker sampled token id {token.id}, outside the vocabulary")
         self.num_tokens += 1
         self._ids.append(token.id)
+        if self._is_text_only and finish_reason is None:
+            text = self._detokenizer.feed(token.id)
+            return self._delta(text) if text else None
         if self.num_tokens == 1 and self._shows(token.prompt):
             self._prompt = self._render_prompt(token.prompt)
         ended = finish_reason == "stop" and token.id in generation.sampling.stop_ids

@@ -155,15 +155,15 @@ class Gateway:
                         continue
                     if delta.finish_reason is not None:
                         self._finish(seq, delta.finish_reason)
-                    call.deltas.put_nowait(delta)
+                    call.deltas.put(delta)
                     if delta.finish_reason is not None:
                         return
             raise Internal(f"request {call.generation.id}: its worker stopped without a reason")
         except RequestFailed as error:
-            call.deltas.put_nowait(error)
+            call.deltas.put(error)
         except Exception:
             logger.exception("request %s failed", call.generation.id)
-            call.deltas.put_nowait(Internal(f"request {call.generation.id} failed in the gateway"))
+            call.deltas.put(Internal(f"request {call.generation.id} failed in the gateway"))
         finally:
             self._let_go(seq)
 
@@ -419,7 +419,7 @@ class Gateway:
             self._let_go(seq)
         for task in call.tasks:
             task.cancel()
-        call.deltas.put_nowait(Aborted(f"request {request_id} was aborted"))
+        call.deltas.put(Aborted(f"request {request_id} was aborted"))
         return True
 
     def mode(self, request_id: str, tenant: str = "") -> str:

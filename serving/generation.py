@@ -125,7 +125,7 @@ class Final:
     trace: Trace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, but never changed: a frozen one takes twice as long to make
 class Delta:
     """What came next for one choice. Has text, calls or a finish_reason."""
 
@@ -138,3 +138,10 @@ class Delta:
     final: Final | None = None
     prompt: tuple[PromptLogprob, ...] = ()  # with a choice's first delta, when asked for
     calls: tuple[CallDelta, ...] = ()  # of functions; the front door finds them in the text
+
+    @property
+    def is_plain(self) -> bool:
+        """Text, and nothing else to tell."""
+        return bool(self.text) and not (
+            self.finish_reason is not None or self.logprobs or self.prompt or self.calls
+        )

@@ -5,7 +5,9 @@ it cannot run.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from operator import attrgetter
+from typing import Any
 
 from kvtransfer.messages import handle_from_wire, handle_to_wire
 from protos import evenflow_pb2 as pb
@@ -102,6 +104,19 @@ def _sampling_from_wire(message: pb.Sampling) -> Sampling:
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
+
+
+def report_to_wire(outputs: Iterable[Output], load: Load, **about: Any) -> pb.Report:
+    """Most outputs are a token and nothing else: these are made where they will be."""
+    report = pb.Report(load=load_to_wire(load), **about)
+    add = report.outputs.add
+    for output in outputs:
+        token = output.token
+        if token is not None and output.is_plain:
+            add(request_id=output.request_id, token=token.id)
+        else:
+            report.outputs.append(output_to_wire(output))
+    return report
 
 
 def output_to_wire(output: Output) -> pb.Output:

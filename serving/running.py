@@ -10,6 +10,7 @@ from typing import Any
 from kvtransfer.core.handle import KVHandle
 from serving.errors import RequestFailed
 from serving.generation import Delta, Generation, Trace, Usage
+from serving.mailbox import Mailbox
 from serving.pools import Submission
 from workers.core.output import Timing
 from workers.core.request import Request
@@ -53,7 +54,7 @@ class Call:
 
     generation: Generation
     seqs: list[Seq]
-    deltas: "asyncio.Queue[Delta | RequestFailed]" = field(default_factory=asyncio.Queue)
+    deltas: Mailbox[Delta | RequestFailed] = field(default_factory=Mailbox)
     tasks: "list[asyncio.Task[None]]" = field(default_factory=list)
     outcome: str = "running"
     error: str = ""  # the kind of it, when it did not end as it should

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from json.encoder import encode_basestring as quoted
 from typing import Any
 
 from serving.api.intake import Ask, Streaming
@@ -20,6 +21,7 @@ from serving.generation import (
 )
 
 DONE = b"data: [DONE]\n\n"
+MARK = "\x00"  # stands for the text in the form of an event
 Json = dict[str, Any]
 
 
@@ -73,7 +75,11 @@ def evenflow_object(final: Final) -> Json:
 
 
 class Stream:
-    """The events of one streamed answer."""
+    """The events of one streamed answer.
+
+    Most deltas bring text and nothing else. Their events differ in the text alone, so that all
+    around it is rendered once for each choice.
+    """
 
     def __init__(self, ask: Ask, model: str) -> None:
         self._ask = ask
@@ -83,21 +89,25 @@ class Stream:
         kind = "chat.completion.chunk" if ask.is_chat else "text_completion"
         head = {"id": ask.generation.id, "object": kind, "created": int(time.time())}
         self._head = "data: " + dumps({**head, "model": model})[:-1]
+        self._forms: dict[int, tuple[str, str]] = {}  # by choice: before its text, and after it
+        self._has_forms = not (ask.return_token_ids or self._streaming.continuous_usage)
 
     def events(self, delta: Delta) -> bytes:
         """Everything to send for one delta: the role and echo before the first of a choice."""
+        if delta.is_plain and (form := self._forms.get(delta.index)) is not None:
+            return (form[0] + quoted(delta.text) + form[1]).encode()
+        return self._in_full(delta)
+
+    def _in_full(self, delta: Delta) -> bytes:
         parts = []
         self._num_tokens += len(delta.token_ids)
         is_first = delta.index not in self._started
         if is_first:
             self._started.add(delta.index)
             parts.append(self._first(delta))
-        if self._ask.is_chat:
-            choice = _chat_chunk(delta, self._ask)
-        else:
-            offset = len(_echo(self._ask, delta.index))
-            bare = replace(delta, prompt=()) if delta.prompt else delta
-            choice = _text_choice(delta.index, delta.text, [bare], self._ask, offset)
+            if self._has_forms:
+                self._forms[delta.index] = self._form(delta.index)
+        choice = self._choice(delta)
         if is_first and self._ask.return_token_ids:
             choice["prompt_token_ids"] = _prompt(self._ask, delta.index)
         so_far = {"usage": self._usage_so_far()} if self._streaming.continuous_usage else None
@@ -105,6 +115,19 @@ class Stream:
         if delta.final is not None and self._streaming.usage:
             parts.append(self._chunk([], None, {"usage": usage_object(delta.final.usage)}))
         return "".join(parts).encode()
+
+    def _form(self, index: int) -> tuple[str, str]:
+        before, _, after = self._chunk([self._choice(Delta(index, MARK, ()))], None).rpartition(
+            quoted(MARK)
+        )
+        return before, after
+
+    def _choice(self, delta: Delta) -> Json:
+        if self._ask.is_chat:
+            return _chat_chunk(delta, self._ask)
+        offset = len(_echo(self._ask, delta.index))
+        bare = replace(delta, prompt=()) if delta.prompt else delta
+        return _text_choice(delta.index, delta.text, [bare], self._ask, offset)
 
     def _usage_so_far(self) -> Json:
         num_prompt = sum(map(len, self._ask.generation.prompts))

@@ -25,6 +25,7 @@ from protos import evenflow_pb2 as pb
 from protos import evenflow_pb2_grpc as rpc
 from serving import messages
 from serving.channel.wire import OPTIONS, Broken, Count, Stance
+from serving.mailbox import Mailbox
 from serving.pools import Submission, WorkerLost, WorkerView
 from workers.core.output import KVLedger, Load, Output
 from workers.core.pace import Pace
@@ -110,7 +111,7 @@ class _Link:
         self._pace: Pace | None = None
         self._progress_at = 0.0
         self._stuck_at_step: int | None = None  # it stopped here; not trusted until it moves
-        self._streams: dict[str, asyncio.Queue[Output | str]] = {}  # a str: lost, and why
+        self._streams: dict[str, Mailbox[Output | str]] = {}  # a str: lost, and why
         self._commands = _Commands()
         self._connection: Connection | None = None
         self._task = asyncio.create_task(self._run(), name=f"link {worker_id}")
@@ -132,12 +133,12 @@ class _Link:
             pace=self._pace,
         )
 
-    def open(self, submission: Submission) -> "asyncio.Queue[Output | str]":
+    def open(self, submission: Submission) -> Mailbox[Output | str]:
         request_id = submission.request.id
         if self._hello is None or self.retired:
             raise WorkerLost(f"{self.worker_id} is not attached")
         assert request_id not in self._streams, f"{request_id} is already on {self.worker_id}"
-        stream = self._streams[request_id] = asyncio.Queue()
+        stream = self._streams[request_id] = Mailbox()
         submit = messages.submission_to_wire(submission, self._clock())
         self._commands.put(pb.Command(submit=submit), self._clock())
         return stream
@@ -219,7 +220,7 @@ class _Link:
         for message in report.outputs:
             stream = self._streams.get(message.request_id)
             if stream is not None:
-                stream.put_nowait(messages.output_from_wire(message))
+                stream.put(messages.output_from_wire(message))
         stance = Stance(report.role, report.is_leaving)
         if stance != self._stance:
             self._stance = stance
@@ -233,7 +234,7 @@ class _Link:
     def _lose(self, reason: str) -> None:
         self._hello = self._connection = None
         for stream in self._streams.values():
-            stream.put_nowait(reason)
+            stream.put(reason)
 
 
 async def _patiently(read: Awaitable[T], timeout_s: float) -> T:

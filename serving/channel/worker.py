@@ -84,9 +84,9 @@ class _Attached:
         self.news.clear()
         outputs, self.outputs = self.outputs, []
         pace, self.pace = self.pace, None
-        report = pb.Report(
-            outputs=map(messages.output_to_wire, outputs),
-            load=messages.load_to_wire(self.load),
+        report = messages.report_to_wire(
+            outputs,
+            self.load,
             role=self.stance.role,
             is_leaving=self.stance.is_leaving,
             heard=self.count.heard,
