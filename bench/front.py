@@ -1,8 +1,8 @@
 """What the front door costs: Evenflow beside a bare uvicorn that sends the same bytes at the same
 times, and streams beside readers that have stopped.
 
-    python -m bench.front                    # about 3 minutes
-    python -m bench.front --seconds 5 --rounds 1
+    python -m bench.front                    # about 6 minutes
+    python -m bench.front --seconds 5 --rounds 1 --parts cost
 
 64 streams of the FAKE model, a step every 20 ms. The client notes when each event came, the engine
 when it told its tokens; both are read from this machine's one monotonic clock. Prints tables and
@@ -34,7 +34,8 @@ EVENT = re.compile(rb"data: \{.*?\}\n\n", re.DOTALL)
 WARM_S = 1.5  # until every stream has begun
 MARGIN = 25  # tokens at each end of a stream that are not counted
 SLOW = 8  # readers that stop
-NAME_BYTES = 6000  # of a model's name that fills a socket within a few seconds: it is in each event
+NAME_BYTES = 6000  # of a model's name, which is in each event
+FULL_S = 11.0  # from the start: by then these have filled the sockets of those who do not read
 Row = dict[str, object]
 Times = dict[str, list[float]]
 
@@ -204,7 +205,7 @@ async def cost(folder: Path, args: argparse.Namespace) -> list[Row]:
             schedule = ours[-1].schedule()
             theirs.append(await turn(plain.told[0], plain, names, size, [(plain, 0)], schedule))
     finally:
-        for process in (fake, front, plain):
+        for process in (front, fake, plain):
             process.stop()
     return _rows(ours[1:], theirs[1:])
 
@@ -248,7 +249,7 @@ async def slow_readers(folder: Path, args: argparse.Namespace) -> list[Row]:
 
 
 async def _beside(port: int, args: argparse.Namespace, num_slow: int, turn: int) -> list[float]:
-    """The gaps (ms) of the others."""
+    """The gaps (ms) of the others, once nothing more can be sent to those that have stopped."""
     num_tokens = round(args.seconds / STEP_S)
     slow: list[Stream] = []
     others: list[Stream] = []
@@ -267,7 +268,8 @@ async def _beside(port: int, args: argparse.Namespace, num_slow: int, turn: int)
     gaps = []
     for stream in others:
         times = [at for at, data in stream.pieces if data.endswith(b"\n\n\r\n")]
-        gaps += [1000 * (b - a) for a, b in pairwise(times[100:-MARGIN])]
+        counted = times[round(FULL_S / STEP_S) : -MARGIN]
+        gaps += [1000 * (b - a) for a, b in pairwise(counted)]
     return gaps
 
 
@@ -286,7 +288,9 @@ async def run(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=20.0, help="that each turn takes")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="that a turn takes; more than 12"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", default=["cost", "slow"], choices=["cost", "slow"])
     parser.add_argument("--no-save", dest="save", action="store_false")

@@ -9,6 +9,7 @@ Each is told what to do over a pipe, and answers with what it has seen.
 
 import asyncio
 import multiprocessing
+import socket
 import threading
 import time
 from collections import defaultdict
@@ -159,15 +160,13 @@ async def bare(pipe: Connection) -> None:
 
     app = Starlette(routes=[Route("/v1/completions", answer, methods=["POST"])])
     server = HttpServer(app, TlsConfig())
-    task = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    pipe.send((server.servers[0].sockets[0].getsockname()[1], 0))
-    while True:
-        schedule = await asyncio.to_thread(pipe.recv)
-        pipe.send(await _play(schedule, streams))
-        streams.clear()
-    await task
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        task = asyncio.create_task(server.serve(sockets=[sock]))
+        pipe.send((sock.getsockname()[1], 0))
+        while not task.done():
+            schedule = await asyncio.to_thread(pipe.recv)
+            pipe.send(await _play(schedule, streams))
+            streams.clear()
 
 
 async def _play(
