@@ -56,7 +56,8 @@ def usage_object(usage: Usage) -> Json:
 
 
 def evenflow_object(final: Final) -> Json:
-    """Where the answer came from and how long each part took."""
+    """Where the answer came from and how long each part took: what is the front door's and the
+    wire's, waiting and computing come before the first token, moving and decoding after it."""
     trace: Trace = final.trace
     return {
         "mode": trace.mode,
@@ -64,6 +65,8 @@ def evenflow_object(final: Final) -> Json:
         "prefill_worker": trace.prefill_worker,
         "decode_worker": trace.decode_worker,
         "reason": trace.reason,
+        "ttft_s": round(trace.ttft_s, 6),
+        "front_s": round(trace.front_s, 6),
         "queue_s": round(trace.queue_s, 6),
         "prefill_s": round(trace.prefill_s, 6),
         "transfer_s": round(trace.transfer_s, 6),
