@@ -80,12 +80,14 @@ def _source(pipe: Connection, layout: KVLayout, num_pages: int, store: str) -> N
     worker, address = serve.result(TIMEOUT_S)
     _join(0, store)
     pipe.send(address)
+    buffer = torch.zeros(0, dtype=torch.uint8)
     while (order := pipe.recv()) is not None:
         name, number = order
         if name == "send":
-            buffer = torch.zeros(number, dtype=torch.uint8)
+            if buffer.numel() < number:
+                buffer = torch.zeros(number, dtype=torch.uint8)
             distributed.barrier()
-            distributed.send(buffer, 1)
+            distributed.send(buffer[:number], 1)
         else:
             pipe.send(side.lease(address, name, number))
     asyncio.run_coroutine_threadsafe(worker.stop(), loop).result(TIMEOUT_S)
@@ -110,6 +112,7 @@ class Road:
         self._pipe, self._layout = pipe, layout
         self._side = _Side(layout, num_pages, "target")
         self._num = 0
+        self._buffer = torch.zeros(0, dtype=torch.uint8)
         _join(1, store)
         pipe.recv()  # it is up
 
@@ -121,11 +124,12 @@ class Road:
         return Cost(num_bytes, raw_s, fetch_s)
 
     def _raw_s(self, num_bytes: int) -> float:
-        buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+        if self._buffer.numel() < num_bytes:
+            self._buffer = torch.zeros(num_bytes, dtype=torch.uint8)
         self._pipe.send(("send", num_bytes))
         distributed.barrier()
         start = time.perf_counter()
-        distributed.recv(buffer, 0)
+        distributed.recv(self._buffer[:num_bytes], 0)
         return time.perf_counter() - start
 
     def _fetch_s(self, num_pages: int) -> float:

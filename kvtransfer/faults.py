@@ -7,17 +7,16 @@ sees is what a broken network or a broken source would show it.
 import contextlib
 import random
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
-
-from torch import Tensor
 
 from kvtransfer.control import NoPair
 from kvtransfer.deadline import Deadline
 from kvtransfer.pair import Pair
-from kvtransfer.source import Cargo, PageSource
-from kvtransfer.staging import Memory
+from kvtransfer.source import PageSource
+from kvtransfer.staging import Piece
 from kvtransfer.transport import TransferError
 from protos import evenflow_pb2 as pb
 
@@ -78,23 +77,31 @@ class FaultySource(PageSource):
         if self._strikes(self._faults.duplicate):
             super().release(request_id, incarnation)
 
-    def _load(self, pair: Pair, request: pb.SendRequest, memory: Memory) -> Cargo:
-        cargo = super()._load(pair, request, memory)
+    def _send(self, pair: Pair, pieces: Iterable[Piece], transfer: int, deadline: Deadline) -> None:
         if self._strikes(self._faults.flip):
-            cargo.buffer[self._rng.randrange(cargo.buffer.numel())] ^= 1 << self._rng.randrange(8)
-        return cargo
-
-    def _send(self, pair: Pair, buffer: Tensor, transfer: int, deadline: Deadline) -> None:
+            pieces = self._flipped(list(pieces))
         if self._strikes(self._faults.delay):
             time.sleep(self._rng.random() * self._faults.delay_s)
         if self._strikes(self._faults.drop):
             time.sleep(max(0.0, deadline.at - time.monotonic()))
             raise TransferError("dropped on purpose")
         if self._strikes(self._faults.truncate):
-            buffer = buffer[: buffer.numel() // 2]
-        pair.send(buffer, transfer, deadline)
+            pieces = _first_half(list(pieces))
+        pair.send(pieces, transfer, deadline)
+
+    def _flipped(self, pieces: list[Piece]) -> list[Piece]:
+        wire = self._rng.choice(pieces).wire
+        wire[self._rng.randrange(wire.numel())] ^= 1 << self._rng.randrange(8)
+        return pieces
 
     def _strikes(self, rate: float) -> bool:
         strikes = rate > 0 and self._rng.random() < rate
         self.num_faults += strikes
         return strikes
+
+
+def _first_half(pieces: list[Piece]) -> list[Piece]:
+    if len(pieces) > 1:
+        return pieces[: len(pieces) // 2]
+    wire = pieces[0].wire
+    return [replace(pieces[0], wire=wire[: wire.numel() // 2])]

@@ -5,6 +5,7 @@ so that the other side's wait ends as well. It serves one transfer at a time and
 """
 
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from kvtransfer.deadline import Deadline
 from kvtransfer.rendezvous import SOURCE_RANK, TARGET_RANK, Group, Rendezvous
+from kvtransfer.staging import Piece
 
-PIECE_BYTES = 8 << 20  # a deadline takes effect between two pieces
 POLL_S = 0.0002
 
 
@@ -37,33 +38,38 @@ class Pair:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.default_stream(self._device))
 
-    def send(self, buffer: Tensor, transfer: int, deadline: Deadline) -> None:
-        """Returns when the receiver has taken all of it."""
-        for piece in torch.split(buffer, PIECE_BYTES):
+    def send(self, pieces: Iterable[Piece], transfer: int, deadline: Deadline) -> None:
+        """Returns when the receiver has taken all of them. Each is drawn while the one before it is
+        on its way."""
+        work = None
+        for piece in pieces:
+            if work is not None:
+                self._wait(work, deadline)
             with self.stream():
-                work = self._group.send([piece], TARGET_RANK, _tag(transfer))
+                work = self._group.send([piece.wire], TARGET_RANK, _tag(transfer))
+        if work is not None:
             self._wait(work, deadline)
 
-    def receive(self, buffer: Tensor, transfer: int, deadline: Deadline) -> int:
-        """Fill ``buffer``, of exactly the size that is sent; returns the checksum of the bytes."""
-        digest = xxhash.xxh3_64()
-        pieces = torch.split(buffer, PIECE_BYTES)
+    def receive(
+        self, pieces: Sequence[Piece], transfer: int, deadline: Deadline
+    ) -> Iterator[Piece]:
+        """Each of the pieces, of exactly the sizes that are sent, once it is here; the next one
+        arrives meanwhile."""
         work = self._post(pieces[0], transfer)
         for i, piece in enumerate(pieces):
             self._wait(work, deadline)
             if i + 1 < len(pieces):
-                work = self._post(pieces[i + 1], transfer)  # arrives while this one is hashed
-            digest.update(_host_bytes(piece))
-        return digest.intdigest()
+                work = self._post(pieces[i + 1], transfer)
+            yield piece
 
     def drop(self) -> None:
         if self._device.type == "cuda":
             self._group.abort()
         del self._group, self._rendezvous
 
-    def _post(self, piece: Tensor, transfer: int) -> Any:
+    def _post(self, piece: Piece, transfer: int) -> Any:
         with self.stream():
-            return self._group.recv([piece], SOURCE_RANK, _tag(transfer))
+            return self._group.recv([piece.wire], SOURCE_RANK, _tag(transfer))
 
     def _wait(self, work: Any, deadline: Deadline) -> None:
         if self._stream is None:
@@ -82,8 +88,18 @@ class Pair:
             self._stream.synchronize()
 
 
-def checksum(buffer: Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(_host_bytes(buffer))
+def seal(piece: Piece) -> None:
+    """Put the pages' checksum behind them."""
+    piece.checksum.copy_(torch.frombuffer(bytearray(_digest(piece)), dtype=torch.uint8))
+
+
+def is_intact(piece: Piece) -> bool:
+    """Whether the pages are what was sealed."""
+    return bytes(_host_bytes(piece.checksum)) == _digest(piece)
+
+
+def _digest(piece: Piece) -> bytes:
+    return xxhash.xxh3_64_digest(_host_bytes(piece.records))
 
 
 def _new_stream(device: torch.device) -> Any:

@@ -7,8 +7,9 @@ server's event loop only hands work to it.
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,9 @@ from kvtransfer.core.handle import KVLayout
 from kvtransfer.deadline import Deadline
 from kvtransfer.leases import Leases, Ready
 from kvtransfer.messages import layout_from_wire
-from kvtransfer.pair import Pair, checksum
+from kvtransfer.pair import Pair, seal
 from kvtransfer.rendezvous import SOURCE_RANK, Rendezvous
-from kvtransfer.staging import Memory, Staging
+from kvtransfer.staging import Memory, Piece, Staging, cut
 from kvtransfer.transport import TransferError
 from protos import evenflow_pb2 as pb
 
@@ -32,11 +33,10 @@ MAX_REMEMBERED = 1024  # of what a receiver asked for, to know a message that co
 
 @dataclass(frozen=True, slots=True)
 class Cargo:
-    """A copy of the leased pages that the receiver lacks, in the order of the lease."""
+    """The leased pages that the receiver lacks, in the order of the lease; copied when drawn."""
 
-    buffer: Tensor  # uint8 [num_pages * page_bytes]
     num_pages: int
-    checksum: int
+    pieces: Iterable[Piece]
 
 
 class _Outgoing:
@@ -104,6 +104,10 @@ class _Answer:
         else:
             self.ready.sent.CopyFrom(sent)
             self.future.set_result(self.ready)
+
+
+def _nothing() -> None:
+    """There is no pin to take away."""
 
 
 class PageSource:
@@ -253,15 +257,13 @@ class PageSource:
                 return  # the receiver no longer waits, and nothing has been announced
             if outgoing.pair is None:
                 raise TransferError("the pair never came up")
-            with self._staging.lend() as memory:
-                cargo = self._load(outgoing.pair, request, memory)
+            with (
+                self._staging.lend() as memory,
+                self._load(outgoing.pair, request, memory) as cargo,
+            ):
                 number, outgoing.num_sent = outgoing.num_sent, outgoing.num_sent + 1
-                answer.announce(
-                    pb.SendResponse(
-                        num_pages=cargo.num_pages, checksum=cargo.checksum, transfer=number
-                    )
-                )
-                self._send(outgoing.pair, cargo.buffer, number, deadline)
+                answer.announce(pb.SendResponse(num_pages=cargo.num_pages, transfer=number))
+                self._send(outgoing.pair, cargo.pieces, number, deadline)
         except NoLease as error:
             answer.future.set_exception(error)
         except Exception as error:  # this thread has no caller to tell
@@ -277,46 +279,54 @@ class PageSource:
                 answer.future.set_exception(TransferError(failure))
             log.warning("%s", failure)
 
-    def _load(self, pair: Pair, request: pb.SendRequest, memory: Memory) -> Cargo:
-        """Copy the pages out: pinned meanwhile, and leased until the receiver has them."""
+    @contextmanager
+    def _load(self, pair: Pair, request: pb.SendRequest, memory: Memory) -> Iterator[Cargo]:
+        """Pages that are pinned until they have been copied, and leased until the receiver has
+        them."""
         name, leased = request.request_id, self._leases.begin_send(request.request_id)
         if leased is None:
-            return self._load_early(pair, request, memory)
-        try:
-            buffer = self._copy(
-                pair, leased[request.first_page : request.stop_page or None], memory
-            )
-        finally:
-            self._leases.end_send(name, leased)
-        return self._cargo(buffer)
+            yield self._load_early(pair, request, memory)
+            return
+        pages = leased[request.first_page : request.stop_page or None]
+        with ExitStack() as pin:
+            pin.callback(self._leases.end_send, name, leased)
+            yield Cargo(len(pages), self._fill(pair, pages, memory, pin.close))
 
     def _load_early(self, pair: Pair, request: pb.SendRequest, memory: Memory) -> Cargo:
-        """The same of pages that are not leased yet. Nothing pins them: what was copied counts only
-        when the promise stands afterwards."""
+        """The same of pages that are not leased yet. Nothing pins them: all are copied at once, and
+        that counts only when the promise stands afterwards."""
         name = request.request_id
         promised = self._leases.peek(name, request.stop_page) if request.stop_page else None
         if promised is None:
             raise NoLease(f"no lease for {name}")
         pair.follow_model()
-        buffer = self._copy(pair, promised[request.first_page :], memory)
+        pages = promised[request.first_page :]
+        pieces = list(self._fill(pair, pages, memory, _nothing))
         if not self._leases.holds(name, promised):
             raise NoLease(f"{name} was revoked while it was copied")
-        return self._cargo(buffer)
+        return Cargo(len(pages), pieces)
 
-    def _copy(self, pair: Pair, pages: Sequence[int], memory: Memory) -> Tensor:
-        buffer = memory.first(len(pages) * self._layout.page_bytes)
+    def _fill(
+        self, pair: Pair, pages: Sequence[int], memory: Memory, copied: Callable[[], None]
+    ) -> Iterator[Piece]:
+        """The pages piece by piece; ``copied`` is called when all are."""
+        for piece in cut(memory, len(pages), self._layout.page_bytes):
+            self._copy(pair, pages[piece.first : piece.stop], piece)
+            if piece.stop == len(pages):
+                copied()
+            with pair.stream():
+                seal(piece)
+            yield piece
+
+    def _copy(self, pair: Pair, pages: Sequence[int], piece: Piece) -> None:
         index = torch.tensor(pages, device=self._device)
         with torch.inference_mode(), pair.stream():
-            records = buffer.view(self._records.dtype).view(len(pages), -1)
+            records = piece.records.view(self._records.dtype).view(len(pages), -1)
             torch.index_select(self._records, 0, index, out=records)
         pair.synchronize()
-        return buffer
 
-    def _cargo(self, buffer: Tensor) -> Cargo:
-        return Cargo(buffer, buffer.numel() // self._layout.page_bytes, checksum(buffer))
-
-    def _send(self, pair: Pair, buffer: Tensor, transfer: int, deadline: Deadline) -> None:
-        pair.send(buffer, transfer, deadline)
+    def _send(self, pair: Pair, pieces: Iterable[Piece], transfer: int, deadline: Deadline) -> None:
+        pair.send(pieces, transfer, deadline)
 
     def _check_incarnation(self, incarnation: str) -> None:
         if incarnation != self._incarnation:

@@ -6,23 +6,23 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from typing import Any
 
 import grpc
 import torch
-from torch import Tensor
 
 from kvtransfer.collective import CollectiveTransport
 from kvtransfer.control import add_pages_service
 from kvtransfer.core.handle import KVHandle, KVLayout
 from kvtransfer.deadline import Deadline
 from kvtransfer.leases import Leases
-from kvtransfer.pair import PIECE_BYTES, Pair
+from kvtransfer.pair import Pair
 from kvtransfer.source import Cargo, PageSource
-from kvtransfer.staging import Memory
+from kvtransfer.staging import Piece
 from kvtransfer.transport import TransferError
 
 HOST = "127.0.0.1"
@@ -31,10 +31,11 @@ HOST = "127.0.0.1"
 class FlippedBit(PageSource):
     """Sends something else than it hashed."""
 
-    def _load(self, pair: Pair, request_id: str, memory: Memory) -> Cargo:
-        cargo = super()._load(pair, request_id, memory)
-        cargo.buffer[cargo.buffer.numel() // 2] ^= 4
-        return cargo
+    def _send(self, pair: Pair, pieces: Iterable[Piece], transfer: int, deadline: Deadline) -> None:
+        sent = list(pieces)
+        wire = sent[len(sent) // 2].wire
+        wire[wire.numel() // 2] ^= 4
+        pair.send(sent, transfer, deadline)
 
 
 class SignalledHalfWay(PageSource):
@@ -43,15 +44,16 @@ class SignalledHalfWay(PageSource):
     signal: signal.Signals
     is_armed = True
 
-    def _send(self, pair: Pair, buffer: Tensor, transfer: int, deadline: Deadline) -> None:
-        if not self.is_armed:
-            return super()._send(pair, buffer, transfer, deadline)
-        self.is_armed = False
-        half = buffer.numel() // PIECE_BYTES // 2 * PIECE_BYTES
-        pair.send(buffer[:half], transfer, deadline)
-        os.kill(os.getpid(), self.signal)
-        time.sleep(0.05)  # the signal is on its way to the process
-        pair.send(buffer[half:], transfer, deadline)
+    def _send(self, pair: Pair, pieces: Iterable[Piece], transfer: int, deadline: Deadline) -> None:
+        pair.send(self._to_half_way(list(pieces)), transfer, deadline)
+
+    def _to_half_way(self, pieces: list[Piece]) -> Iterator[Piece]:
+        for i, piece in enumerate(pieces):
+            if self.is_armed and i == len(pieces) // 2:
+                self.is_armed = False
+                os.kill(os.getpid(), self.signal)
+                time.sleep(0.05)  # the signal is on its way to the process
+            yield piece
 
 
 class KilledHalfWay(SignalledHalfWay):
@@ -63,9 +65,9 @@ class StoppedHalfWay(SignalledHalfWay):
 
 
 class Slow(PageSource):
-    def _send(self, pair: Pair, buffer: Tensor, transfer: int, deadline: Deadline) -> None:
+    def _send(self, pair: Pair, pieces: Iterable[Piece], transfer: int, deadline: Deadline) -> None:
         time.sleep(1.0)
-        pair.send(buffer, transfer, deadline)
+        pair.send(pieces, transfer, deadline)
 
 
 class SlowToLoad(PageSource):
@@ -73,9 +75,9 @@ class SlowToLoad(PageSource):
 
     load_s = 0.0
 
-    def _load(self, pair: Pair, request_id: str, memory: Memory) -> Cargo:
+    def _load(self, *args: Any) -> AbstractContextManager[Cargo]:
         time.sleep(self.load_s)
-        return super()._load(pair, request_id, memory)
+        return super()._load(*args)
 
 
 class Forgetful(PageSource):
@@ -83,9 +85,9 @@ class Forgetful(PageSource):
 
     has_forgotten = False
 
-    def _send(self, pair: Pair, buffer: Tensor, transfer: int, deadline: Deadline) -> None:
+    def _send(self, pair: Pair, pieces: Iterable[Piece], transfer: int, deadline: Deadline) -> None:
         if self.has_forgotten:
-            return super()._send(pair, buffer, transfer, deadline)
+            return super()._send(pair, pieces, transfer, deadline)
         self.has_forgotten = True
         time.sleep(max(0.0, deadline.at - time.monotonic()))
         raise TransferError("dropped on purpose")
