@@ -299,12 +299,13 @@ def _line_up(
     return _Line(max(0.0, ahead), num_delayed)
 
 
-def stream_on(ask: Ask, w: ReplicaView, yard: Pace) -> Stream:
+def stream_on(ask: Ask, w: ReplicaView, now: float, yard: Pace) -> Stream:
     """The request's stream on that worker, once it has its first token; ``yard`` as above."""
     pace, c = w.pace, yard.coefficients
     output = ask.output_tokens
-    others = w.decode_seqs + w.coming_seqs
-    context = w.context_tokens + w.coming_tokens + others * 0.25 * output
+    stays = _part_that_stays(ask, w, now)
+    others = round(stays * w.decode_seqs) + w.coming_seqs
+    context = stays * w.context_tokens + w.coming_tokens + others * 0.25 * output
     grown = context + ask.tokens + 0.5 * output
     before = decode_step_s(pace, others, context)
     after = decode_step_s(pace, others + 1, grown)
@@ -328,6 +329,14 @@ def stream_on(ask: Ask, w: ReplicaView, yard: Pace) -> Stream:
     taken = max(0.0, taken)
     lasts_s, taken_s = share.lasts(queued_s), output * after * taken
     return Stream(w, after, room_s, late, harm, own_s, before, full_s, lasts_s, taken_s, taken)
+
+
+def _part_that_stays(ask: Ask, w: ReplicaView, now: float) -> float:
+    """Of the streams that run there, until the last of those that arrive has arrived."""
+    if not w.arriving_at:
+        return 1.0
+    life_s = ask.output_tokens * decode_step_s(w.pace, w.decode_seqs, w.context_tokens)
+    return max(0.0, 1.0 - max(0.0, max(w.arriving_at) - now) / life_s)
 
 
 def _room_s(ask: Ask, w: ReplicaView, step_s: float) -> float:

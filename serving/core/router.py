@@ -197,7 +197,9 @@ class _Halves:
     ) -> None:
         self.ask, yard = ask, replicas[0].pace
         self.prompts = [prompt_on(ask, r, now, yard) for r in replicas if r.capacity >= ask.tokens]
-        self.streams = [stream_on(ask, r, yard) for r in replicas if r.capacity >= ask.total_tokens]
+        self.streams = [
+            stream_on(ask, r, now, yard) for r in replicas if r.capacity >= ask.total_tokens
+        ]
         self._least_s = min((p.gpu_s for p in self.prompts), default=0.0) + min(
             (s.gpu_s for s in self.streams), default=0.0
         )

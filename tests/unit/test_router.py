@@ -120,7 +120,7 @@ def test_a_decode_worker_at_its_limit_gets_no_more_streams() -> None:
     free = promised(view("decode-1", decode_seqs=34, context_tokens=1000), 0.0117)
     decision = go(view("prefill-0"), full, free, slo=SLO(2.0, 0.1), mode="disaggregated")
     assert decision.decode == "decode-1"
-    assert stream_on(Ask(100, 200, slo=SLO(2.0, 0.1)), full, A100).harm > 1
+    assert stream_on(Ask(100, 200, slo=SLO(2.0, 0.1)), full, 0.0, A100).harm > 1
 
 
 def test_a_prompt_keeps_clear_of_streams_whose_steps_have_nothing_to_spare() -> None:
@@ -149,6 +149,18 @@ def test_who_arrives_long_afterwards_does_not_meet_the_prompt() -> None:
     )
     assert prompt_on(ask, soon, 0.0, A100).harm > 0.2
     assert prompt_on(ask, later, 0.0, A100).harm == 0.0
+
+
+def test_streams_that_come_later_replace_those_that_end_until_then() -> None:
+    ask, crowd = (
+        Ask(900, 1100, output_tokens=200.0, slo=TIGHT_ITL),
+        view("decode-0", decode_seqs=50),
+    )
+    soon, later = (
+        replace(crowd, coming_seqs=30, coming_tokens=30_000, arriving_at=(at,) * 30)
+        for at in (0.1, 3.0)
+    )
+    assert stream_on(ask, later, 0.0, A100).itl_s < stream_on(ask, soon, 0.0, A100).itl_s - 0.001
 
 
 def test_what_is_cached_is_no_work() -> None:
