@@ -28,7 +28,6 @@ import uvloop
 
 from bench.front_sides import STEP_S, Process, Schedule, bare, front_door, worker
 from bench.report import markdown, percentile, save
-from bench.tiny import tiny_model
 
 EVENT = re.compile(rb"data: \{.*?\}\n\n", re.DOTALL)
 WARM_S = 1.5  # until every stream has begun
@@ -274,6 +273,8 @@ async def _beside(port: int, args: argparse.Namespace, num_slow: int, turn: int)
 
 
 async def run(args: argparse.Namespace) -> None:
+    from bench.tiny import tiny_model  # torch, which a front door does not load
+
     with tempfile.TemporaryDirectory() as path:
         folder = tiny_model(Path(path), tokenizer=True)
         for kind in args.parts:

@@ -8,6 +8,7 @@ Each is told what to do over a pipe, and answers with what it has seen.
 """
 
 import asyncio
+import gc
 import multiprocessing
 import socket
 import threading
@@ -79,6 +80,7 @@ class Process:
 
 
 def _enter(target: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
+    gc.freeze()  # as replicas do
     uvloop.run(target(*arguments))
 
 
