@@ -1,7 +1,7 @@
-"""What the front door costs: Evenflow beside a bare uvicorn that sends the same bytes at the same
-times, and streams beside readers that have stopped.
+"""What the front door costs: Evenflow over HTTP and gRPC beside a bare uvicorn that sends the same
+bytes at the same times, and streams beside readers that have stopped.
 
-    python -m bench.front                    # about 6 minutes
+    python -m bench.front                    # about 7 minutes
     python -m bench.front --seconds 5 --rounds 1 --parts cost
 
 64 streams of the FAKE model, a step every 20 ms. The client notes when each event came, the engine
@@ -26,11 +26,14 @@ from typing import Any
 
 import uvloop
 
+from bench.front_grpc import GrpcDoor, GrpcStream
 from bench.front_sides import STEP_S, Process, Schedule, bare, front_door, worker
 from bench.report import markdown, percentile, save
 
 EVENT = re.compile(rb"data: \{.*?\}\n\n", re.DOTALL)
 WARM_S = 1.5  # until every stream has begun
+WARM_TOKENS = 200
+BARE = "bare uvicorn"
 MARGIN = 25  # tokens at each end of a stream that are not counted
 SLOW = 8  # readers that stop
 NAME_BYTES = 6000  # of a model's name, which is in each event
@@ -116,11 +119,24 @@ class Round:
         return [(at - start, batches[at]) for at in sorted(batches)]
 
 
+class HttpDoor:
+    """``open`` begins a stream, on a connection of its own."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    async def open(self, name: str, prompt: list[int], num_tokens: int) -> Stream:
+        return await _open(self._port, Stream(name, _body(prompt, num_tokens)))
+
+
 async def streams(
-    port: int, names: Sequence[str], num_tokens: int, processes: Sequence[tuple[Process, int]]
-) -> tuple[dict[str, Stream], list[float]]:
+    door: HttpDoor | GrpcDoor,
+    names: Sequence[str],
+    num_tokens: int,
+    processes: Sequence[tuple[Process, int]],
+) -> tuple[dict[str, Stream | GrpcStream], list[float]]:
     """All of them, to their ends; CPU seconds per second of each process while all of them ran."""
-    made = [await _open(port, Stream(name, _body(name, num_tokens))) for name in names]
+    made = [await door.open(name, _prompt(name), num_tokens) for name in names]
     await asyncio.sleep(WARM_S)
     before, began = [process.cpu_s(but) for process, but in processes], time.monotonic()
     await asyncio.sleep(num_tokens * STEP_S - WARM_S - 2 * MARGIN * STEP_S)
@@ -142,14 +158,17 @@ async def _open(port: int, stream: Stream, room: int | None = None) -> Stream:
     return stream
 
 
-def _body(name: str, num_tokens: int) -> bytes:
-    prompt = [100 + byte for byte in name.encode()]
+def _prompt(name: str) -> list[int]:
+    return [100 + byte for byte in name.encode()]
+
+
+def _body(prompt: list[int], num_tokens: int) -> bytes:
     asked = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
     return json.dumps(asked).encode()
 
 
 async def turn(
-    port: int,
+    door: HttpDoor | GrpcDoor,
     teller: Process,
     names: Sequence[str],
     num_tokens: int,
@@ -160,7 +179,7 @@ async def turn(
     telling = None
     if schedule is not None:
         telling = asyncio.create_task(asyncio.to_thread(teller.ask, schedule))
-    made, used = await streams(port, names, num_tokens, counted)
+    made, used = await streams(door, names, num_tokens, counted)
     told = await (telling or asyncio.to_thread(teller.ask, "emitted"))
     emitted = {name: times for full, times in told.items() if (name := full.split("~")[0]) in made}
     events = {name: stream.events() for name, stream in made.items()}
@@ -188,45 +207,47 @@ def _rate(emitted: Times) -> float:
 
 
 async def cost(folder: Path, args: argparse.Namespace) -> list[Row]:
-    """Both sides in turn; the first turn of each warms up."""
+    """All sides in turn; the first turn of each warms up."""
     num_tokens = round(args.seconds / STEP_S)
     names = [f"s{i}" for i in range(args.streams)]
     fake = Process(worker, folder, args.streams)
     front = Process(front_door, folder, fake.told[0], "fake")
     plain = Process(bare)
-    ours: list[Round] = []
-    theirs: list[Round] = []
+    http, bare_http = HttpDoor(front.told[0]), HttpDoor(plain.told[0])
+    over_grpc = GrpcDoor(front.told[1])
+    counted = [(front, 0), (fake, fake.told[1])]
+    turns: dict[str, list[Round]] = {"HTTP": [], "gRPC": [], BARE: []}
     try:
         for i in range(args.rounds + 1):
-            counted = [(front, 0), (fake, fake.told[1])]
-            size = num_tokens if i else 200
-            ours.append(await turn(front.told[0], fake, names, size, counted))
-            schedule = ours[-1].schedule()
-            theirs.append(await turn(plain.told[0], plain, names, size, [(plain, 0)], schedule))
+            size = num_tokens if i else WARM_TOKENS
+            turns["HTTP"].append(await turn(http, fake, names, size, counted))
+            turns["gRPC"].append(await turn(over_grpc, fake, names, size, counted))
+            same = turns["HTTP"][-1].schedule()
+            turns[BARE].append(await turn(bare_http, plain, names, size, [(plain, 0)], same))
     finally:
+        await over_grpc.close()
         for process in (front, fake, plain):
             process.stop()
-    return _rows(ours[1:], theirs[1:])
-
-
-def _rows(ours: list[Round], theirs: list[Round]) -> list[Row]:
-    def median(values: Sequence[float]) -> float:
-        return round(statistics.median(values), 3)
-
-    rows: list[Row] = []
-    for name, rounds in (("evenflow", ours), ("bare uvicorn", theirs)):
-        door, *channel = zip(*(one.cpu_us for one in rounds), strict=True)
-        row: Row = {"side": name, "door_cpu_us": median(door)}
-        row["worker_cpu_us"] = median(channel[0]) if channel else 0.0
-        for percent in (50, 99):
-            delays = [percentile(one.delays_ms(), percent) for one in rounds]
-            row[f"p{percent}_ms"] = median(delays)
-        rows.append(row)
-    figures = [name for name in rows[0] if name != "side"]
+    figures = {side: _figures(rounds[1:]) for side, rounds in turns.items()}
     added = {
-        name: round(float(str(rows[0][name])) - float(str(rows[1][name])), 3) for name in figures
+        f"{side} adds": {name: value - figures[BARE][name] for name, value in figures[side].items()}
+        for side in ("HTTP", "gRPC")
     }
-    return [*rows, {"side": "added", **added}]
+    return [
+        {"side": side, **{name: round(value, 3) for name, value in row.items()}}
+        for side, row in (figures | added).items()
+    ]
+
+
+def _figures(rounds: list[Round]) -> dict[str, float]:
+    """Medians over the rounds: CPU of a token in each process, and its way to the client."""
+    door, *channel = zip(*(one.cpu_us for one in rounds), strict=True)
+    figures = {"door_cpu_us": statistics.median(door)}
+    figures["worker_cpu_us"] = statistics.median(channel[0]) if channel else 0.0
+    for percent in (50, 99):
+        delays = [percentile(one.delays_ms(), percent) for one in rounds]
+        figures[f"p{percent}_ms"] = statistics.median(delays)
+    return figures
 
 
 async def slow_readers(folder: Path, args: argparse.Namespace) -> list[Row]:
@@ -254,7 +275,7 @@ async def _beside(port: int, args: argparse.Namespace, num_slow: int, turn: int)
     others: list[Stream] = []
     for i in range(args.streams):
         name = f"t{turn}-{num_slow}-{i}"
-        stream = Stream(name, _body(name, num_tokens), keeps=False)
+        stream = Stream(name, _body(_prompt(name), num_tokens), keeps=False)
         is_slow = i % (args.streams // SLOW) == 0
         (slow if is_slow else others).append(await _open(port, stream, 2304 if is_slow else None))
     await asyncio.sleep(WARM_S)

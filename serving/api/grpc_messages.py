@@ -132,6 +132,10 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def response(request_id: str, delta: Delta) -> pb.GenerateResponse:
+    if delta.is_plain:
+        return pb.GenerateResponse(
+            request_id=request_id, index=delta.index, text=delta.text, token_ids=delta.token_ids
+        )
     message = pb.GenerateResponse(
         request_id=request_id,
         index=delta.index,
