@@ -14,7 +14,7 @@ from torch import Tensor
 
 MAX_SPARES = 2
 CHECKSUM_BYTES = 8  # xxh3-64 of a piece's pages; it keeps the next ones aligned as well
-PIECE_BYTES = {"cpu": 2 << 20, "cuda": 8 << 20}  # small ones stay in a CPU's cache
+PIECE_BYTES = 8 << 20  # of pages; with small ones the ends wait for each other too often
 
 
 class Memory:
@@ -22,10 +22,6 @@ class Memory:
 
     def __init__(self, device: torch.device) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
-
-    @property
-    def device(self) -> torch.device:
-        return self._bytes.device
 
     def first(self, num_bytes: int) -> Tensor:
         if self._bytes.numel() < num_bytes:
@@ -47,7 +43,7 @@ class Piece:
 
 def cut(memory: Memory, num_pages: int, page_bytes: int) -> list[Piece]:
     """A transfer's memory in pieces of whole pages, the same at both ends."""
-    step = max(1, PIECE_BYTES[memory.device.type] // page_bytes)
+    step = max(1, PIECE_BYTES // page_bytes)
     num_pieces = -(-num_pages // step)
     buffer = memory.first(num_pages * page_bytes + num_pieces * CHECKSUM_BYTES)
     pieces, start = [], 0

@@ -56,7 +56,7 @@ async def test_no_wrong_token_whatever_happens_to_pages(t0_with_tokenizer: Path)
 def test_every_flipped_bit_is_noticed() -> None:
     """Done 3: 1,000 of 1,000, those of the checksums among them."""
     rng = random.Random(0)
-    pieces = cut(Memory(torch.device("cpu")), 7, 1 << 20)
+    pieces = cut(Memory(torch.device("cpu")), 7, 4 << 20)
     assert [(p.first, p.stop) for p in pieces] == [(0, 2), (2, 4), (4, 6), (6, 7)]
     for piece in pieces:
         piece.records.random_(0, 256)
