@@ -193,11 +193,17 @@ def prompt_on(ask: Ask, w: ReplicaView, now: float, yard: Pace) -> Prompt:
     own_s = _work_s(ask, w, yard)
     part = min(1.0, share.chunk_s / work_s)
     last = int(part * ask.tokens) if ask.is_early else ask.tokens
-    promised = min(w.promised_itl_s or ask.slo.itl_s, ask.slo.itl_s)
-    fixed_s = pace.coefficients[0]
-    used = (share.decode_s - fixed_s) / max(MIN_S, promised - fixed_s)
-    tightness = min(1.0, used / TIGHT)
+    tightness = _tightness(ask, w, share, work_s)
     return Prompt(w, queue_s, prefill_s, late, harm, own_s, share.of_prompts, last, tightness)
+
+
+def _tightness(ask: Ask, w: ReplicaView, share: Share, work_s: float) -> float:
+    promised = min(w.promised_itl_s or ask.slo.itl_s, ask.slo.itl_s)
+    full_s = w.pace.max_tokens * work_s / ask.tokens  # of a fixed budget, with prompts like this
+    if not w.pace.is_online and share.decode_s + full_s > promised:
+        return 1.0  # whoever streams there shall meet no prompts
+    fixed_s = w.pace.coefficients[0]
+    return min(1.0, (share.decode_s - fixed_s) / max(MIN_S, promised - fixed_s) / TIGHT)
 
 
 def _harm_to_streams(
@@ -213,19 +219,23 @@ def _harm_to_streams(
         kept = [on_time(1.5 * s, ask.slo.itl_s, spread) for s in (share.decode_s, full_s)]
         harm = num_met * ask.others_brief * (kept[0] - kept[1])
     if num_streams and promised:
-        least_s = share.decode_s + _least_chunk_s(pace, share, work_s)
+        before_s, least_s = _shortest_steps(ask, w, share, work_s)
         num_steps = max(1.0, work_s / share.chunk_s)
         spread = max(MIN_ITL_SPREAD, pace.spread) + GROWTH * min(1.0, num_steps * share.decode_s)
-        late = on_time(share.decode_s, promised, spread) - on_time(least_s, promised, spread)
+        late = on_time(before_s, promised, spread) - on_time(least_s, promised, spread)
         harm += num_streams * late * (1.0 - (1.0 - ask.others_brief) ** num_steps)
     return harm
 
 
-def _least_chunk_s(pace: Pace, share: Share, work_s: float) -> float:
-    """Of a prompt, in each step, however tight it gets: a fixed budget knows no promises."""
-    if not pace.is_online:
-        return min(share.chunk_s, work_s)
-    return FLOOR_TOKENS * (pace.coefficients[1] + pace.coefficients[5])
+def _shortest_steps(ask: Ask, w: ReplicaView, share: Share, work_s: float) -> tuple[float, float]:
+    """Without this prompt and with it, however tight it gets: a fixed budget knows no promises."""
+    if w.pace.is_online:
+        c = w.pace.coefficients
+        return share.decode_s, share.decode_s + FLOOR_TOKENS * (c[1] + c[5])
+    queued_s, budget = queued_work_s(w), w.pace.max_tokens
+    before_s = queued_s * min(1.0, budget / max(1, w.queued_tokens))
+    after_s = (queued_s + work_s) * min(1.0, budget / (w.queued_tokens + ask.tokens))
+    return share.decode_s + before_s, share.decode_s + max(before_s, after_s)
 
 
 def queued_work_s(w: ReplicaView) -> float:

@@ -108,6 +108,20 @@ def test_another_role_costs_what_it_takes_from_the_role() -> None:
     assert go(busy, crowded, prompt=900, total=1000, slo=ask).prefill == "prefill-0"
 
 
+def test_prompts_keep_clear_of_streams_under_a_fixed_budget_that_breaks_promises() -> None:
+    """Two short prompts in one step are as bad as a long one, and more of them will come."""
+    fixed = replace(A100, is_online=False, max_tokens=4096)
+    streams = replace(promised(view("decode-0", decode_seqs=9), 0.1), pace=fixed)
+    decision = go(view("prefill-0", queued_tokens=20_000), streams, prompt=900, total=1000)
+    assert decision.prefill == "prefill-0"
+    ask = Ask(1500, 1600, slo=SLO(2.0, 0.1))
+    alone, beside = (
+        prompt_on(ask, replace(streams, queued_tokens=n, waiting_seqs=n // 1500), 0.0, A100).harm
+        for n in (0, 1500)
+    )
+    assert alone < 1 < beside
+
+
 def test_mixed_workers_share_without_moving_pages_unless_asked() -> None:
     workers = [view("mixed-0", decode_seqs=30), view("mixed-1", decode_seqs=7)]
     assert pair(go(*workers, prompt=4000, total=4100)) == ("mixed-1", "mixed-1")
