@@ -29,7 +29,7 @@ FRACTIONS = (0.25, 0.4, 0.5, 0.6, 0.75)  # of the workers that prefill
 FEW = 8  # workers, up to which two tensor-parallel sizes are tried
 STEP = 2**0.125  # between neighbouring rates
 MAX_STEPS = 48  # from the trace's own rate
-MIN_REQUESTS = 150
+MIN_REQUESTS, MAX_REQUESTS = 150, 500  # of a run
 NUM_SLICES = 4  # for the last comparison
 COMPARE_S = 20.0  # of load in each
 LADDER = (0.5, 0.8, 1.25)  # of the best capacity: drawn beside 1
@@ -323,7 +323,8 @@ class Planner:
     ) -> Trial:
         self._say(f"{plan.mode}, {plan.pools}, budget {plan.budget}, {rate:.3g} requests/s")
         self.num_runs += 1
-        workload = self._slice(max(MIN_REQUESTS, math.ceil(rate * span_s)), slice).at_rate(rate)
+        num_requests = min(MAX_REQUESTS, max(MIN_REQUESTS, math.ceil(rate * span_s)))
+        workload = self._slice(num_requests, slice).at_rate(rate)
         limit = int((1 - self._target) * len(workload.arrivals)) if gives_up else None
         cluster = Cluster(
             self._pools(plan, slower),
