@@ -19,6 +19,7 @@ def layout_from_wire(wire: pb.Layout) -> KVLayout:
         page_size=wire.page_size,
         dtype=wire.dtype,
         tp_size=wire.tp_size,
+        protocol=wire.protocol,
     )
 
 

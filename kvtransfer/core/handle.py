@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+PROTOCOL = 2  # raise it with every change of what goes over a pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class KVLayout:
     page_size: int  # tokens per page
     dtype: str
     tp_size: int = 1
+    protocol: int = PROTOCOL  # of the release: one that speaks another is refused, too
 
     @property
     def token_bytes(self) -> int:

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from kvtransfer.core.handle import KVHandle, KVLayout
+from kvtransfer.core.handle import PROTOCOL, KVHandle, KVLayout
 from kvtransfer.messages import handle_from_wire, handle_to_wire, layout_from_wire, layout_to_wire
 
 LAYOUT = KVLayout(
@@ -31,3 +31,9 @@ def test_the_wire_loses_nothing() -> None:
     handle = KVHandle("r", "10.0.0.1:7000", "i-1", 40, 3, LAYOUT)
     assert layout_from_wire(layout_to_wire(LAYOUT)) == LAYOUT
     assert handle_from_wire(handle_to_wire(handle)) == handle
+
+
+def test_a_worker_of_a_release_that_knew_no_protocol_is_refused() -> None:
+    wire = layout_to_wire(LAYOUT)
+    wire.ClearField("protocol")
+    assert LAYOUT.mismatch(layout_from_wire(wire)) == f"protocol: {PROTOCOL} here, 0 there"
