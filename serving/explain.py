@@ -93,16 +93,18 @@ def _expected(e: Mapping[str, Any]) -> list[str]:
 
 def _ways(e: Mapping[str, Any]) -> list[str]:
     ways = e["candidates"]
+    wide = 2 + max([14, *(len(way[end]) for way in ways for end in ("prefill", "decode"))])
     text = [
         "The ways that were weighed, the cheapest first. Risk counts promises that are expected to "
-        "be broken, this request's and others':",
-        f"{'':2}{'prompt on':16}{'answer on':16}{'1st token':>10}{'each next':>10}{'moving':>9}"
-        f"{'risk':>7}{'price':>7}",
+        "be broken, this request's and others'; the price is that and, much smaller, how long the "
+        "way takes, how many GPUs for how long, and using a worker for what it is not there for:",
+        f"{'':2}{'prompt on':{wide}}{'answer on':{wide}}{'1st token':>10}{'each next':>10}"
+        f"{'moving':>9}{'risk':>7}{'price':>7}",
     ]
     for way in ways[:MOST_SHOWN]:
         is_it = way["prefill"] == e["prefill_worker"] and way == e.get("predicted")
         text.append(
-            f"{'>' if is_it else ' ':2}{way['prefill']:16}{way['decode']:16}"
+            f"{'>' if is_it else ' ':2}{way['prefill']:{wide}}{way['decode']:{wide}}"
             f"{_s(way['ttft_s']):>10}{_s(way['itl_s']):>10}{_s(way['transfer_s']):>9}"
             f"{way['loss']:>7.2f}{way['price']:>7.2f}"
         )
