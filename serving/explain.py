@@ -10,7 +10,7 @@ from serving.core.router import Candidate, RouteDecision
 from serving.generation import Trace
 
 MOST_SHOWN = 6  # ways
-ENDS = {"stop": "answered to its end", "length": "answered up to the length that was allowed"}
+ENDS = {"stop": "answered to its end", "length": "answered up to the most tokens that it asked for"}
 
 
 def told(candidate: Candidate) -> dict[str, Any]:
@@ -46,9 +46,10 @@ def regret(trace: Trace, ttft_slo_s: float, itl_slo_s: float) -> float:
 
 def lines(explanation: Mapping[str, Any]) -> list[str]:
     """For people. Every number has its unit, every word is an everyday one."""
-    e = explanation
+    e, usage = explanation, explanation["usage"]
     text = [
-        f"Request {e['request_id']}: {ENDS.get(e['outcome'], e['outcome'])}.",
+        f"Request {e['request_id']}: {ENDS.get(e['outcome'], e['outcome'])}, "
+        f"{usage['prompt_tokens']} tokens in and {usage['completion_tokens']} out.",
         f"It ran in {e['mode']} mode: {_where(e)}.",
         f"Why: {e['reason']}.",
     ]
@@ -70,24 +71,32 @@ def _where(e: Mapping[str, Any]) -> str:
 
 
 def _expected(e: Mapping[str, Any]) -> list[str]:
-    p = e["predicted"]
+    p, late = e["predicted"], e["late_gaps"]
+    verdicts = (
+        "kept" if e["ttft_s"] <= e["ttft_slo_s"] else "broken",
+        f"broken {late} times" if late else "kept every time",
+    )
     rows = [
-        ("first token after", p["ttft_s"], e["ttft_s"], e["ttft_slo_s"]),
-        ("then one token every", p["itl_s"], e["itl_s"], e["itl_slo_s"]),
+        ("first token after", p["ttft_s"], e["ttft_s"], e["ttft_slo_s"], verdicts[0]),
+        ("then, on average, one every", p["itl_s"], e["itl_s"], e["itl_slo_s"], verdicts[1]),
     ]
-    text = [f"{'':26}{'expected':>12}{'happened':>12}{'promised':>12}"]
-    for name, expected, happened, promised in rows:
-        text.append(f"{name:26}{_s(expected):>12}{_s(happened):>12}{_s(promised):>12}")
+    text = [f"{'':28}{'expected':>10}{'happened':>10}{'promised':>10}"]
+    for name, *seconds, verdict in rows:
+        text.append(f"{name:28}" + "".join(f"{_s(s):>10}" for s in seconds) + f"  {verdict}")
     text.append(
-        f"The first token's time: {_s(e['ttft_queue_s'])} waiting for its turn, "
-        f"{_s(e['ttft_prefill_s'])} reading the prompt, {_s(e['front_s'])} in the front door."
+        f"The first token's time: {_s(e['ttft_queue_s'])} in the worker's queue, "
+        f"{_s(e['ttft_prefill_s'])} reading the prompt beside others' answers, {_s(e['front_s'])} "
+        "for the rest (gateway and network)."
     )
     if e["mode"] == "disaggregated":
         text.append(
             f"The second token came {_s(e['second_s'])} after the first, {_s(e['transfer_s'])} of "
             "that to move the KV."
         )
-    text.append(f"The longest pause between two tokens was {_s(e['worst_itl_s'])}.")
+    text.append(
+        f"The longest pause between two tokens was {_s(e['worst_itl_s'])}; the whole answer took "
+        f"{_s(e['ttft_s'] + e['transfer_s'] + e['decode_s'])}."
+    )
     return text
 
 
@@ -95,18 +104,20 @@ def _ways(e: Mapping[str, Any]) -> list[str]:
     ways = e["candidates"]
     wide = 2 + max([14, *(len(way[end]) for way in ways for end in ("prefill", "decode"))])
     text = [
-        "The ways that were weighed, the cheapest first. Risk counts promises that are expected to "
-        "be broken, this request's and others'; the price is that and, much smaller, how long the "
-        "way takes, how many GPUs for how long, and using a worker for what it is not there for:",
+        "The ways that were weighed, the cheapest first; > is the one that was taken. The price is",
+        "own (how likely it breaks a promise to this request) + others (promises to others that it",
+        "is expected to break) + cost (time, GPUs, workers used for what they are not there for).",
+        "A way over two workers, which moves the KV, is taken when it is clearly cheaper.",
         f"{'':2}{'prompt on':{wide}}{'answer on':{wide}}{'1st token':>10}{'each next':>10}"
-        f"{'moving':>9}{'risk':>7}{'price':>7}",
+        f"{'KV moves':>9}{'own':>7}{'others':>8}{'cost':>7}{'price':>8}",
     ]
     for way in ways[:MOST_SHOWN]:
         is_it = way["prefill"] == e["prefill_worker"] and way == e.get("predicted")
+        own, cost = way["loss"] - way["harm"], way["price"] - way["loss"]
         text.append(
             f"{'>' if is_it else ' ':2}{way['prefill']:{wide}}{way['decode']:{wide}}"
             f"{_s(way['ttft_s']):>10}{_s(way['itl_s']):>10}{_s(way['transfer_s']):>9}"
-            f"{way['loss']:>7.2f}{way['price']:>7.2f}"
+            f"{own:>7.3f}{way['harm']:>8.3f}{cost:>7.3f}{way['price']:>8.3f}"
         )
     if len(ways) > MOST_SHOWN:
         text.append(f"  and {len(ways) - MOST_SHOWN} more")
