@@ -167,7 +167,7 @@ BUGS = (
     ),
     Bug(
         "a replay forgets what was delivered",
-        GATEWAY,
+        "serving/running.py",
         "return Submission(self.request, tuple(self.output), hand_off, handle)",
         "return Submission(self.request, (), hand_off, handle)",
         "gateway channel",
