@@ -152,8 +152,10 @@ async def poisson(target: Target, sizes: Sizes) -> Samples:
     """Short and long requests at random times, at each rate: goodput, and what was missed."""
     samples: Samples = {}
     for repeat in range(sizes.repeat):
-        for rate in sizes.rates:
-            asks = poisson_mix(rate, sizes.window_s, seed=50 + repeat)
+        for i, rate in enumerate(sizes.rates):
+            # no two windows have a prompt in common, so that no prefix cache helps
+            seed = 1000 + repeat * len(sizes.rates) + i
+            asks = poisson_mix(rate, sizes.window_s, seed)
             records = await target.play(asks, PATIENCE_S)
             add(samples, _open_loop_samples(records, sizes.window_s, f"at_{rate:g}"))
             await target.play_all(at_once(1, 32, 1, seed=60))  # behind whatever is left over
