@@ -263,3 +263,17 @@ def test_early_requests_of_one_moment_can_be_computed_here_after_all():
         assert stepper.scheduler.fetch_ended(seq, landed=False)
     stepper.run()
     assert set(stepper.ended) == {"0", "1", "2"} and stepper.is_clean
+
+
+def test_a_decode_that_came_with_its_next_page_takes_nobody_elses():
+    """Its KV ends at a page border, and the page of the token behind it came with it. The first one
+    is in the cache, so that two and one are all there are."""
+    stepper = Stepper(Limits(max_tokens=64), num_pages=3)
+    stepper.submit(request("here", 20, 5))
+    stepper.run_step()
+    stepper.submit(request("moved", 16, 5), output=[5], handle=handle("moved", 16))
+    plan, _ = stepper.run_step()
+    stepper.scheduler.fetch_ended(plan.fetches[0], landed=True)
+    assert stepper.scheduler.pool.num_free == 0
+    plan, sampled = stepper.run_step()
+    assert set(sampled) == {"here", "moved"} and not plan.preempted

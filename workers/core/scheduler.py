@@ -338,15 +338,20 @@ class Scheduler:
         return self._last_room
 
     def _make_room(self, preempted: list[Sequence]) -> None:
-        """A page for each decode at a page border, at the cost of the least important."""
-        due, self._due = [seq for seq in self._due if seq.phase is Phase.DECODE], []
+        """A page for each decode at a page border, at the cost of the least important. One that was
+        moved here may have brought it."""
+        due, self._due = [seq for seq in self._due if self._lacks_page(seq)], []
         while len(due) > self.pool.num_free:
             victim = self._least_important()
             self._preempt(victim)
             preempted.append(victim)
-            due = [seq for seq in due if seq.phase is Phase.DECODE]
+            due = [seq for seq in due if self._lacks_page(seq)]
         for seq in due:
             self.pool.grow(seq, seq.num_tokens)
+
+    def _lacks_page(self, seq: Sequence) -> bool:
+        is_running = seq.phase is Phase.DECODE
+        return is_running and self.pool.pages_for(seq.num_tokens) > len(seq.pages)
 
     def _cut(self, seq: Sequence, turn: Turn, left: int, room: Room, chunks: list[Chunk]) -> int:
         """Append the sequence's next chunk within ``left`` tokens; returns its length."""
