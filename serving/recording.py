@@ -11,12 +11,11 @@ import json
 import logging
 import secrets
 import time
-from array import array
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from serving.core.prefixes import digests
 from workers.core.request import Request
 
 logger = logging.getLogger(__name__)
@@ -76,8 +75,6 @@ class Recorder:
 
     def _names(self, prompt: Sequence[int], salt: str) -> list[str]:
         """The last, unfilled block has a name as well. Other tenants' prompts share nothing."""
-        names, digest = [], blake2b(salt.encode(), key=self._key, digest_size=32)
-        for start in range(0, min(len(prompt), MAX_BLOCKS * BLOCK_SIZE), BLOCK_SIZE):
-            digest.update(array("I", prompt[start : start + BLOCK_SIZE]).tobytes())
-            names.append(digest.hexdigest()[: 2 * NAME_BYTES])
-        return names
+        starts = range(0, min(len(prompt), MAX_BLOCKS * BLOCK_SIZE), BLOCK_SIZE)
+        ends = (start + BLOCK_SIZE for start in starts)
+        return [d.hex() for d in digests(prompt, salt, self._key, ends, NAME_BYTES)]

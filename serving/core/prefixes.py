@@ -8,22 +8,31 @@ known, so this is a guess that only routing relies on.
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
-BLOCK = 256  # tokens
+BLOCK, NAME_BYTES = 256, 8  # tokens; of a name
 MAX_NEWS = 1024  # blocks that are kept to be told
 Names = tuple[int, ...]
 
 
+def digests(
+    prompt: Sequence[int], salt: str, key: bytes, ends: Iterable[int], size: int
+) -> Iterator[bytes]:
+    """For each end, ascending, what stands for the prompt's tokens before it: ``size`` bytes.
+    Requests with another salt share nothing. Whoever does not know the key cannot tell whether a
+    digest is that of some text."""
+    digest, start = blake2b(salt.encode(), key=key, digest_size=size), 0
+    for end in ends:
+        digest.update(array("I", prompt[start:end]).tobytes())
+        start = end
+        yield digest.digest()
+
+
 def names_of(prompt: Sequence[int], salt: str, key: bytes = b"") -> Names:
-    """The names of a prompt's full blocks. Requests with another salt share nothing. Whoever does
-    not know the key cannot tell whether a name is that of some text."""
-    digest, names = blake2b(salt.encode(), key=key, digest_size=8), []
-    for end in range(BLOCK, len(prompt) + 1, BLOCK):
-        digest.update(array("I", prompt[end - BLOCK : end]).tobytes())
-        names.append(int.from_bytes(digest.digest(), "little"))
-    return tuple(names)
+    """The names of a prompt's full blocks."""
+    ends = range(BLOCK, len(prompt) + 1, BLOCK)
+    return tuple(int.from_bytes(d, "little") for d in digests(prompt, salt, key, ends, NAME_BYTES))
 
 
 class Prefixes:
