@@ -66,7 +66,10 @@ PAGE_POLICY = (  # it loads nothing, and asks this server only
     "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'"
 )
 HEADERS = (
-    *("x-evenflow-mode", "x-slo-ttft-ms", "x-slo-itl-ms", "x-evenflow-worker"),
+    "x-evenflow-mode",
+    "x-slo-ttft-ms",
+    "x-slo-itl-ms",
+    "x-evenflow-worker",
     "traceparent",
 )
 

@@ -178,20 +178,25 @@ def pressure(fleet: Fleet, work: Work, costs: StepCosts) -> Pressure:
     shared = (work.prefill + work.decode) / (p + d + m) if m else 0.0
     prefill_load = max(work.prefill / (p + m), shared)
     decode_load = max(work.decode / (d + m), shared)
-    step_limit = max(work.itl_slo_s, 1e-4) / ITL_MARGIN
-    room = max(MIN_ROOM, 1.0 - costs.fixed_s / step_limit)
+    _, room = _room(costs, work, ITL_MARGIN)
     longest_s = min(CEILING_S, costs.fixed_s + costs.prompt_token_s * costs.max_tokens)
     alone = max(1e-3, 1.0 - costs.fixed_s / longest_s)
     prompts = min(room, alone) if m else alone
     left = max(MIN_ROOM, prompts - work.decode / (d + m)) if m else prompts
     ttft_s, queue = _queue(prefill_load, p + m, prompts, left, work)
     itl_s = costs.fixed_s / max(1.0 - decode_load, 1e-3)
-    step_limit = max(work.itl_slo_s, 1e-4) / steps
-    decode_room = max(MIN_ROOM, 1.0 - costs.fixed_s / step_limit)
+    step_limit, decode_room = _room(costs, work, steps)
     streams = work.tokens * min(itl_s, step_limit) / (d + m)
     pages = max(streams * work.context, work.held / (d + m)) / max(1, costs.kv_tokens)
     decode = max(decode_load / (decode_room * MAX_LOAD), pages / MAX_PAGES)
     return Pressure(min(queue, NO_ROOM), min(decode, NO_ROOM), ttft_s, itl_s)
+
+
+def _room(costs: StepCosts, work: Work, steps: float) -> tuple[float, float]:
+    """How long a step may last when a promised gap has room for so many, and what part of it is
+    not fixed."""
+    step_limit = max(work.itl_slo_s, 1e-4) / steps
+    return step_limit, max(MIN_ROOM, 1.0 - costs.fixed_s / step_limit)
 
 
 def _queue(load: float, servers: int, room: float, left: float, work: Work) -> tuple[float, float]:

@@ -14,12 +14,7 @@ from dataclasses import dataclass, field
 from math import erfc, log, sqrt
 from typing import NamedTuple
 
-from workers.core.budget import (
-    CEILING_S,
-    FLOOR_TOKENS,
-    PATIENCE,
-    bounds_of,
-)
+from workers.core.budget import CEILING_S, FLOOR_TOKENS, PATIENCE, bounds_of
 from workers.core.latency import KNEE
 from workers.core.pace import Pace
 from workers.core.request import SLO
@@ -187,8 +182,8 @@ def prompt_on(ask: Ask, w: ReplicaView, now: float, yard: Pace) -> Prompt:
     queue_s = residual_s + share.lasts(line.ahead_s)
     prefill_s = work_s + share.decode_s * max(1.0, work_s / share.chunk_s)
     late = _late_ttft(ask, pace, queue_s + prefill_s)
-    first, last = now + queue_s, now + queue_s + prefill_s
-    num_met = sum([at < now or first <= at <= last for at in w.arriving_at])
+    begins, ends = now + queue_s, now + queue_s + prefill_s
+    num_met = sum([at < now or begins <= at <= ends for at in w.arriving_at])
     harm = line.num_delayed + _harm_to_streams(ask, w, share, work_s, MEETS * num_met)
     own_s = _work_s(ask, w, yard)
     part = min(1.0, share.chunk_s / work_s)
