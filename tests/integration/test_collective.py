@@ -322,14 +322,21 @@ def test_what_becomes_ready_is_sent_without_being_asked_for(
     eventually(lambda: source.held() == {})
 
 
+def joined(
+    open_local: Callable[..., PageWorker], kind: type
+) -> tuple[PageWorker, PageWorker, dict[object, object]]:
+    """A receiver, a source of that kind, and the source's pairs: theirs is up."""
+    local, source = open_local(SMALL), open_local(SMALL, kind)
+    source.fill(5)
+    local.fetch(source.lease("warm", [30]), [30])
+    return local, source, dict(source.endpoint._pairs)
+
+
 def test_a_source_that_begins_to_send_as_the_wait_for_it_ends_is_heard(
     open_local: Callable[..., PageWorker],
 ) -> None:
     """Refused then, the bytes would come to nobody and block the pair until their own timeout."""
-    local, source = open_local(SMALL), open_local(SMALL, SlowToLoad)
-    source.fill(5)
-    local.fetch(source.lease("warm", [30]), [30])
-    pairs = dict(source.endpoint._pairs)
+    local, source, pairs = joined(open_local, SlowToLoad)
     source.endpoint.load_s = 0.6  # type: ignore[attr-defined]
     source.leases.promise("r", [4, 5], 0)
     handle = KVHandle("r", source.address, source.incarnation, 2 * SMALL.page_size, 2, SMALL)
@@ -343,10 +350,7 @@ def test_what_nobody_waits_for_any_more_is_not_sent(
     open_local: Callable[..., PageWorker],
 ) -> None:
     """Ready behind a transfer that takes longer: refused in time, and the pair stays good."""
-    local, source = open_local(SMALL), open_local(SMALL, Slow)
-    source.fill(6)
-    local.fetch(source.lease("warm", [30]), [30])
-    pairs = dict(source.endpoint._pairs)
+    local, source, pairs = joined(open_local, Slow)
     other = threading.Thread(target=local.fetch, args=(source.lease("other", [31]), [31]))
     other.start()
     time.sleep(0.2)

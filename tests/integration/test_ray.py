@@ -116,11 +116,7 @@ def test_a_killed_controller_of_serve_stops_no_stream_and_comes_back(evenflow: R
     before, workers = controller_pid(evenflow), set(evenflow.workers())
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(complete, evenflow, "mixed", max_tokens=1500)
-        wait_until(
-            lambda: any(w["load"]["decode_seqs"] for w in evenflow.workers().values()),  # type: ignore[index]
-            30,
-            "the request is running",
-        )
+        wait_until_some(evenflow, "decode_seqs")
         os.kill(before, signal.SIGKILL)
         assert complete(evenflow, "disaggregated")["evenflow"]["fallback"] is None
         got = answer.result(timeout=60)
@@ -166,6 +162,15 @@ async def storm(url: str, number: int, rng: random.Random) -> list[str]:
         base_url=url, timeout=90, trust_env=False, limits=limits
     ) as client:
         return await asyncio.gather(*(one(client) for _ in range(number)))
+
+
+def wait_until_some(running: Running, count: str) -> None:
+    """Until the load of some worker has a request of that kind."""
+    wait_until(
+        lambda: any(w["load"][count] for w in running.workers().values()),  # type: ignore[index]
+        30,
+        "the request is running",
+    )
 
 
 def is_clean(running: Running) -> bool:
@@ -217,11 +222,7 @@ def test_sigterm_lets_running_requests_finish(t0_with_tokenizer: Path, tmp_path:
     running = start_serve(t0_with_tokenizer, tmp_path / "stderr", *arguments)
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(complete, running, "mixed", max_tokens=1000)
-        wait_until(
-            lambda: any(w["load"]["running_seqs"] for w in running.workers().values()),  # type: ignore[index]
-            30,
-            "the request is running",
-        )
+        wait_until_some(running, "running_seqs")
         stop = threading.Thread(target=running.stop, args=(signal.SIGTERM,))
         stop.start()
         assert len(answer.result(timeout=60)["choices"][0]["token_ids"]) == 1000

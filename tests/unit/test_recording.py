@@ -15,7 +15,7 @@ from tests.fakes import FakePools, worker
 from tests.front import MODEL, TOKENIZER
 from workers.core.request import Sampling
 
-PREFIX = tuple(range(1000, 1064))
+PREFIX = tuple(range(10_000_000, 10_000_064))  # found by chance in no clock and no digest
 
 
 async def ask(gateway: Gateway, id: str, prompt: tuple[int, ...], salt: str = "") -> None:
